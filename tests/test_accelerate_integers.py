@@ -161,6 +161,75 @@ def test_float8():
     assert np.mean(plain != ours) <= 1e-2 and np.abs(plain - ours).max() <= 2**-3 * np.abs(plain).max()
 
 
+LOSING = [
+    ("int8", "bool"),
+    ("int8", "uint8 uint16"),
+    ("int8", "uint32"),
+    ("int8", "int4"),
+    ("uint8", "int4 int32"),
+    ("float8_e4m3fn", "bool"),
+    ("float8_e4m3fn", "int32"),
+    ("float8_e5m2", "int32 float16"),
+]
+
+
+@pytest.mark.parametrize(("dtype", "through"), LOSING)
+def test_a_conversion_that_loses_numbers_is_not_looked_through(dtype, through):
+    """A mask, say, is no array of 8 bits: of operands, and of what is added."""
+
+    def converted(a: Any) -> Any:
+        for name in through.split():
+            a = a.astype(name)
+        return f32(a)
+
+    x, w = (jnp.clip(a, -100, 100).astype(dtype) for a in (X.astype(jnp.float32), W.astype(jnp.float32) * 0.1))
+    floats = dict(preferred_element_type=None, precision="highest")
+
+    def f(x: Any, w: Any, s: Any) -> Any:
+        y = conv(converted(x), f32(w), **floats) * s
+        r = jnp.broadcast_to(converted(x)[..., :1], y.shape)
+        return conv(f32(x), f32(w), **floats) * s + 3.0 * r + y
+
+    plain, ours = helpers.of_cpu(f, x, w, S), jax.jit(jaxconv.accelerate(f))(x, w, S)
+    np.testing.assert_allclose(ours, plain, rtol=1e-4, atol=1e-4 * np.abs(plain).max())
+
+
+@pytest.mark.parametrize("dtype", ["int16", "int32", "float16", "bfloat16 float32"])
+def test_a_conversion_without_a_loss_is_looked_through(dtype):
+    def f(x: Any, w: Any, s: Any) -> Any:
+        for name in dtype.split():
+            x = x.astype(name)
+        return as_floats(x, w) * s
+
+    with Device.assumed(Device("cpu", "cpu")):
+        (finding,) = jaxconv.accelerate(f).report(X, W, S)
+    assert finding.fused == "conv of 8 bits + scale"
+
+
+@pytest.mark.parametrize("bounds", [(-240, 240), (-448, 100), (-17.3, 250)])
+def test_float8_between_other_bounds_than_its_own(bounds):
+    x, w = (a.astype(ml_dtypes.float8_e4m3fn) for a in (X * 0.1, W * 0.1))
+
+    def f(x: Any, w: Any, s: Any) -> Any:
+        return jnp.clip(conv(x, w, preferred_element_type=jnp.float32) * s * 64, *bounds).astype(jnp.float8_e4m3fn)
+
+    (finding,) = jaxconv.accelerate(f).report(x, w, S)
+    assert finding.fused == "conv of 8 bits + scale + rounding to float8_e4m3fn"
+    plain, ours = (np.asarray(jax.jit(g)(x, w, S), np.float32) for g in (f, jaxconv.accelerate(f)))
+    assert plain.min() == ours.min() and plain.max() == ours.max()
+    assert np.mean(plain != ours) <= 1e-2 and np.abs(plain - ours).max() <= 2**-3 * np.abs(plain).max()
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_behind_a_relu_a_negative_factor_reaches_the_lower_bound(known):
+    def f(x: Any, w: Any, s: Any, b: Any, factor: Any) -> Any:
+        y = jax.nn.relu(f32(conv(x, w)) * s + b)
+        return jnp.clip(jnp.round(y * (-80.0 if known else factor)), -127, 127).astype(jnp.int8)
+
+    plain, ours = (np.asarray(jax.jit(g)(X, W, S, B, -80.0), int) for g in (f, jaxconv.accelerate(f)))
+    assert plain.min() == ours.min() == -127 and np.abs(plain - ours).max() <= 1
+
+
 def test_a_gradient_goes_through_scale_bias_and_residual():
     f, _ = CASES["a residual of floats"]
 

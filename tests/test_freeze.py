@@ -791,6 +791,18 @@ def test_training_is_refused():
         jaxconv.freeze(own, jnp.ones(4))(X)
 
 
+@pytest.mark.parametrize("first", [False, True])
+def test_with_and_without_64_bits(first):
+    """The bound array is another one then, and so is what is kept of it."""
+    p, x = np.array([np.pi, 2.0]), np.array([1.0, 3.0])
+    frozen = jaxconv.freeze(lambda p, x: jnp.sin(p) * x, p)
+    for wide in (first, not first):
+        with jax.enable_x64(wide):
+            y = frozen(x)
+            assert y.dtype == (np.float64 if wide else np.float32)
+            np.testing.assert_allclose(y, np.sin(p) * x, rtol=1e-12 if wide else 1e-5, atol=1e-12 if wide else 1e-6)
+
+
 @pytest.mark.parametrize("in_loop", [False, True])
 def test_a_filter_may_be_standardised(in_loop):
     """By statistics of its own, which are weights: no batch-norm in training. In a loop too, whose carry is data."""

@@ -720,6 +720,83 @@ def test_inputs_with_other_layers_than_those_that_were_calibrated():
         q(X[:, :4])
 
 
+class Attention(nn.Module):
+    """Two of its products are of activations alone: their extents are the batch's."""
+
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        x = nn.Dense(16)(x)
+        x = x + nn.MultiHeadDotProductAttention(num_heads=2)(nn.LayerNorm()(x))
+        return nn.Dense(10)(nn.relu(nn.Dense(32)(x)).mean(1))
+
+
+def test_attention_of_other_batches_and_lengths():
+    model = Attention()
+    x = {n: np.random.default_rng(n).standard_normal((n, 6, 8)).astype(np.float32) for n in (1, 3, 4)}
+    variables = model.init(KEY, x[1])
+    frozen = jaxconv.freeze(model.apply, variables, quantize="int8", calibrate=[x[4], x[3]])
+    assert frozen.quantization.narrow
+    products = [layer for layer in frozen.quantization if not layer.weight]
+    assert [len(layer.filter) for layer in products] == [4, 4]
+    for a in (x[4], x[1], x[4][:, :5]):
+        wanted = model.apply(variables, a)
+        assert np.abs(frozen(a) - wanted).max() <= 0.05 * np.abs(wanted).max()
+    n = export.symbolic_shape("n")[0]
+    checks = jaxconv.export_checks()
+    exported = export.export(jax.jit(frozen), disabled_checks=checks)(jax.ShapeDtypeStruct((n, 6, 8), jnp.float32))
+    np.testing.assert_allclose(exported.call(x[3]), frozen(x[3]), rtol=1e-5, atol=1e-5)
+
+
+def test_an_empty_batch():
+    model, variables = net()
+    frozen = jaxconv.freeze(model.apply, variables, quantize="int8", calibrate=BATCHES)
+    wanted = jax.eval_shape(model.apply, variables, X[:0])
+    assert jax.tree.map(lambda a: (a.shape, a.dtype), frozen(X[:0])) == jax.tree.map(
+        lambda a: (a.shape, a.dtype), wanted
+    )
+
+
+@pytest.mark.skipif(jax.device_count() < 2, reason="it takes two devices")
+def test_inside_an_explicit_mesh():
+    """Arrays are resharded there in front of each operation. The table and the numbers are those of one device."""
+    model, variables = net()
+    frozen = jaxconv.freeze(model.apply, variables, quantize="int8", calibrate=BATCHES)
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,), devices=jax.devices()[:2])
+    whole, split = (jax.sharding.NamedSharding(mesh, jax.P(*axes)) for axes in ((), ("data",)))
+    with jax.set_mesh(mesh):
+        there = jaxconv.freeze(model.apply, jax.device_put(variables, whole), quantize="int8", calibrate=BATCHES)
+        ours = there(jax.device_put(X, split))
+        theirs = frozen(jax.device_put(X, split))
+    assert [(a.dtype, a.out_dtype, a.why) for a in there.quantization] == [
+        (a.dtype, a.out_dtype, a.why) for a in frozen.quantization
+    ]
+    for name, wanted in frozen(X).items():
+        for found in (ours, theirs):
+            np.testing.assert_allclose(found[name], wanted, rtol=1e-4, atol=1e-4 * np.abs(wanted).max())
+
+
+def test_a_layer_without_a_name_is_named_as_the_table_does():
+    """Of a function that closes over its weights. An empty name is none."""
+    weights = _chain_weights()
+    closed = lambda x: _chain(weights, x)  # noqa: E731
+    frozen = jaxconv.freeze(closed, quantize="int8", calibrate=[X])
+    assert {layer.name for layer in frozen.quantization} == {"conv"} and frozen.quantization.narrow
+    named = jaxconv.freeze(closed, quantize="int8", calibrate=[X], wide=("conv",))
+    assert not named.quantization.narrow and named.quantization[1].why == "wide= names it"
+    with pytest.raises(ValueError, match="wide got '', but no layer has that name"):
+        jaxconv.freeze(closed, quantize="int8", calibrate=[X], wide=("",))
+
+
+def test_inside_jit_weights_and_batches_have_numbers():
+    weights = _chain_weights()
+
+    @jax.jit
+    def f(x: Any) -> Any:
+        return jaxconv.freeze(_chain, weights, quantize="int8", calibrate=[X])(x)
+
+    np.testing.assert_array_equal(f(X), jaxconv.freeze(_chain, weights, quantize="int8", calibrate=[X])(X))
+
+
 def test_bound_tracers_have_no_numbers():
     with pytest.raises(TypeError, match="quantize got bound arrays that are being traced, expected arrays with"):
         jax.jit(lambda w: jaxconv.freeze(_chain, w, quantize="int8", calibrate=[X])(X))(_chain_weights())

@@ -33,11 +33,24 @@ Free = Callable[[Value], bool]
 
 
 def source_of(v: Value) -> Value | None:
-    """The 8-bit array that v is, or is converted from; None where there is none."""
-    source = v
+    """The 8-bit array that v is, or is converted from without a loss; None where there is none."""
+    source, types = v, []
     while source.made_by == "convert_element_type" and source.dtype.name not in EIGHT_BITS:
+        types.append(source.dtype)
         source = source.node.inputs[0]
-    return source if source.dtype.name in EIGHT_BITS else None
+    if source.dtype.name not in EIGHT_BITS or not all(_holds(dtype, source.dtype) for dtype in types):
+        return None
+    return source
+
+
+def _holds(dtype: Any, eight: Any) -> bool:
+    """Whether a type has all numbers of one of 8 bits: no booleans, no unsigned ones of negative numbers."""
+    if jnp.issubdtype(dtype, jnp.floating):
+        return jnp.dtype(dtype).itemsize > 1
+    if eight.name not in INTEGERS or not jnp.issubdtype(dtype, jnp.integer):
+        return False
+    wide, narrow = jnp.iinfo(dtype), jnp.iinfo(eight)
+    return wide.min <= narrow.min and narrow.max <= wide.max
 
 
 def reads_eight_bits(node: Node) -> bool:
@@ -312,6 +325,8 @@ def _fused_of(
     narrowed = chain.narrowed()
     if narrowed is None:
         chain, rescale = wide, None
+    positive = activation.name in ("relu", "relu6", "sigmoid")
+    positive = positive and (rescale is None or (number_of(rescale.value) or 0.0) > 0)
     residual, residual_factor = (None, None) if r is None else _residual_source(r)
     told = [("scale", factors), ("bias", bias), ("residual", r), (str(activation), activation.name != "none")]
     follows = [text for text, there in told if there]
@@ -356,7 +371,7 @@ def _fused_of(
 
     def call(*values: Array) -> Sequence[Array]:
         problem, operands = operands_of_call(*values)
-        y = _within(_with_derivative(problem, *operands), narrowed, activation)
+        y = _within(_with_derivative(problem, *operands), narrowed, positive)
         return [conv_scaled.rows(y, values[0].shape[:-1]) if form.what == "dense" else y]
 
     if jnp.issubdtype(node.inputs[0].dtype, jnp.floating) and x is not node.inputs[0]:
@@ -390,13 +405,19 @@ def _derivative(problem: ScaledConvProblem, primals: Any, tangents: Any) -> Any:
     return jax.jvp(meaning, primals, tangents)
 
 
-def _within(y: Array, narrowed: tuple[str, float, float] | None, activation: Activation) -> Array:
-    """y clipped, where the bounds are narrower than its type's: -127 to 127."""
-    if narrowed is None or narrowed[0] not in INTEGERS:
+def _within(y: Array, narrowed: tuple[str, float, float] | None, positive: bool) -> Array:
+    """y clipped, where the bounds are narrower than its type's: -127 to 127, or 240 of 448. `positive`: y is, or 0."""
+    if narrowed is None:
         return y
     dtype, low, high = narrowed
+    if dtype not in INTEGERS:  # rounding keeps the order, so that bounds may be rounded and come behind it
+        largest = float(jnp.finfo(dtype).max)
+        if -largest >= low and high >= largest:
+            return y
+        low, high = (jnp.asarray(bound, dtype).astype(jnp.float32) for bound in (low, high))
+        return jnp.clip(y.astype(jnp.float32), low, high).astype(dtype)
     info = jnp.iinfo(dtype)
-    if activation.name in ("relu", "relu6", "sigmoid") and low <= 0:
+    if positive and low <= 0:
         low = info.min
     if low > info.min:
         y = jnp.maximum(y, jnp.asarray(low, dtype))

@@ -7,6 +7,7 @@ of these arrays and the inputs.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import threading
@@ -112,7 +113,9 @@ def freeze(
             raise TypeError(f"freeze: {jax.tree_util.keystr(path)} is a jax.ShapeDtypeStruct, expected an array")
     if quantize is None:
         return Frozen(_Function(f), args, kwargs)
-    return _quantized(f, args, kwargs, quantize, checked(calibrate), wide)
+    # Inside somebody's jit, too, weights and batches have numbers.
+    with jax.ensure_compile_time_eval() if compat.traces() else contextlib.nullcontext():
+        return _quantized(f, args, kwargs, quantize, checked(calibrate), wide)
 
 
 def _quantized(

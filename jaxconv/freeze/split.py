@@ -189,7 +189,7 @@ class Split:
         return sorted(needed, key=lambda node: node.order)
 
     def _digests(self, values: Iterable[Value]) -> dict[Value, str]:
-        found: dict[Value, str] = {v: f"argument {i}" for i, v in enumerate(self.bound)}
+        found: dict[Value, str] = {v: f"argument {i} {v.aval}" for i, v in enumerate(self.bound)}
 
         def digest(v: Value) -> str:
             if not isinstance(v, Constant):

@@ -22,7 +22,7 @@ from jaxconv.quantize.calibrate import (
     check_weights,
     checked,
 )
-from jaxconv.quantize.layers import Reading
+from jaxconv.quantize.layers import Reading, identity_of
 from jaxconv.quantize.program import FILTER_SCALE, Narrowing
 from jaxconv.quantize.report import Quantization, QuantizedLayer
 
@@ -59,8 +59,9 @@ def rewritten(program: Program, chosen: Quantization) -> ClosedJaxpr:
       ValueError: where it has other layers than that one.
     """
     reading = Reading(program.closed, program.bound, program.names)
-    layers = [(layer.what, layer.filter) for layer in reading.layers]
-    expected = [(layer.what, layer.filter) for layer in chosen]
+    if reading.empty:  # no layer has anything to compute
+        return program.closed
+    layers, expected = list(map(identity_of, reading.layers)), list(map(identity_of, chosen))
     if layers != expected:
         raise ValueError(
             f"freeze: for such inputs the function has other layers ({len(layers)}) than for the calibration batches "

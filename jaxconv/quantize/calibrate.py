@@ -14,7 +14,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr
 
 from jaxconv._core.graph import Array, Constant, Node, Value
-from jaxconv.quantize.layers import Layer, Reading, never_negative
+from jaxconv.quantize.layers import Layer, Reading, identity_of, never_negative
 from jaxconv.quantize.program import Evaluation, Narrowing
 from jaxconv.quantize.report import QuantizedLayer
 from jaxconv.quantize.scales import Histogram, Scale, statistics
@@ -234,7 +234,7 @@ def _taken(program_of: Callable[[Any], tuple[Program, list[Array]]], batch: Any)
 
 
 def _alike(layer: Layer) -> tuple[Any, ...]:
-    return layer.what, layer.filter, layer.why
+    return *identity_of(layer), layer.why
 
 
 def _scale(histogram: Histogram, v: Value, layer: str, dtype: str) -> Scale:

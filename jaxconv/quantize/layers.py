@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from jax import lax
 from jax.extend.core import ClosedJaxpr
@@ -13,6 +14,7 @@ from jaxconv import _problem
 from jaxconv._core import primitives
 from jaxconv._core.graph import Constant, Graph, Node, Value, body_of_call, number_of
 from jaxconv._problem import ConvProblem, DenseProblem
+from jaxconv.quantize.report import QuantizedLayer
 
 CONVOLUTIONS = ("jaxconv_conv", "jaxconv_conv_add", "jaxconv_conv_fprop")
 PRODUCTS = ("jaxconv_dense", "jaxconv_matmul", "dot_general")
@@ -77,13 +79,23 @@ class Layer:
         return self.where or self.weight or self.what
 
     def is_named(self, name: str) -> bool:
-        """Whether the name is that of its scopes or its weight, or of a part of them: "stage1", "block2/conv1"."""
+        """Whether the name is that of its scopes or its weight, or of a part of them: "stage1", "block2/conv1". A layer
+        that has neither is named as in the table."""
+        if name == self.name:
+            return True
         parts = name.strip("/").split("/")
-        n = len(parts)
+        n = len(parts) if name.strip("/") else 0
+        if not n:
+            return False
         for path in (self.where.split("/"), self.weight.split("/")):
             if any(path[i : i + n] == parts for i in range(len(path) - n + 1)):
                 return True
         return False
+
+
+def identity_of(layer: Layer | QuantizedLayer) -> tuple[Any, ...]:
+    """What is the same of a layer for inputs of other shapes. In attention a product's second operand is no weight."""
+    return layer.what, layer.filter if layer.weight else len(layer.filter)
 
 
 def _plain_product(node: Node) -> DenseProblem | None:
@@ -126,11 +138,17 @@ class Reading:
             if node.name in (*CONVOLUTIONS, *PRODUCTS, *WIDE):
                 what = "conv" if node.name in CONVOLUTIONS else "dense"
                 what, why = WIDE.get(node.name, (what, ""))
-                weight = self._largest(node.inputs[1], named) if len(node.inputs) > 1 else ""
+                known = len(node.inputs) > 1 and self.is_known(node.inputs[1])
+                weight = self._largest(node.inputs[1], named) if known else ""
                 shape = node.inputs[1].shape if len(node.inputs) > 1 else ()
                 self.layers.append(Layer(node, what, str(node.name_stack), weight, shape, why))
             else:
                 self.layers += self._inside(node)
+
+    @property
+    def empty(self) -> bool:
+        """Whether an input has no elements."""
+        return any(all(map(_problem.is_number, v.shape)) and 0 in v.shape for v in self.free)
 
     def is_known(self, v: Value) -> bool:
         """Whether v follows from bound arguments and constants alone."""
@@ -244,7 +262,7 @@ _NOT_NEGATIVE = ("relu", "relu6", "sigmoid")
 _KEPT = (  # never negative where none of the operands is
     *("add", "mul", "div", "max", "min", "sqrt", "reduce_sum", "reduce_max", "reduce_window_sum", "reduce_window_max"),
     *("concatenate", "reshape", "transpose", "squeeze", "broadcast_in_dim", "slice", "rev", "copy", "stop_gradient"),
-    *("convert_element_type", "jaxconv_max_pool", "name", "reduce_precision"),
+    *("convert_element_type", "jaxconv_max_pool", "name", "reduce_precision", "reshard"),
 )
 _ALWAYS = ("abs", "exp", "logistic", "square")
 

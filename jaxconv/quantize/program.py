@@ -33,7 +33,7 @@ FILTER_SCALE = "filter_scale"
 MOVING = frozenset(
     (
         *("reshape", "transpose", "squeeze", "broadcast_in_dim", "slice", "rev", "copy", "stop_gradient", "name"),
-        *("reduce_max", "reduce_window_max", "jaxconv_max_pool"),
+        *("reshard", "reduce_max", "reduce_window_max", "jaxconv_max_pool"),
     )
 )
 _NORM = "jaxconv_batchnorm_infer"
@@ -88,7 +88,11 @@ class Narrowing:
         u = v
         while u.node is not None and u.node not in self.layers and _is_moving(u.node):
             u = u.node.inputs[0]
-        return u if u.node in self.layers else v
+        if u.node in self.layers:
+            return u
+        while v.made_by == "reshard":  # as many points as without a mesh
+            v = v.node.inputs[0]
+        return v
 
     def is_wanted(self, v: Value) -> bool:
         """Whether an 8-bit layer reads v, or what XLA's fusions make of it."""
@@ -162,8 +166,12 @@ class Evaluation:
 
     def narrow(self, v: Value) -> tuple[Array, Scale]:
         if v not in self._narrow:
-            scale = self._scales[self._narrowing.index[v]]
-            self._narrow[v] = scale.narrow(self.wide(v)), scale
+            if v.made_by == "reshard":
+                q, scale = self.narrow(v.node.inputs[0])
+                self._narrow[v] = _moved(v.node, q), scale
+            else:
+                scale = self._scales[self._narrowing.index[v]]
+                self._narrow[v] = scale.narrow(self.wide(v)), scale
         return self._narrow[v]
 
     def _run_layer(self, layer: Layer) -> list[Array]:
@@ -220,14 +228,18 @@ def filter_dtype(x: str) -> str:
 
 
 def _before_rounding(v: Value) -> Value:
-    """What v, a float, was rounded from, if it was."""
-    while v.made_by == "convert_element_type":
-        source = v.node.inputs[0]
-        wider = jnp.issubdtype(source.dtype, jnp.floating) and source.dtype.itemsize > v.dtype.itemsize
+    """What v, a float, was rounded from, if it was: wherever on a mesh that is."""
+    while True:
+        rounded = v
+        while rounded.made_by == "reshard":
+            rounded = rounded.node.inputs[0]
+        if rounded.made_by != "convert_element_type":
+            return v
+        source = rounded.node.inputs[0]
+        wider = jnp.issubdtype(source.dtype, jnp.floating) and source.dtype.itemsize > rounded.dtype.itemsize
         if not wider or isinstance(source, Constant):
-            break
+            return v
         v = source
-    return v
 
 
 def _moved(node: Node, q: Array) -> Array:
