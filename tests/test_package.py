@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.metadata
 import inspect
 import os
@@ -258,6 +259,39 @@ EXPLAINED = """
     # What is accelerated for the first time while it is explained is reported all the same.
     print(len(jaxconv.explain(lambda x: jaxconv.accelerate(lambda x: jax.nn.relu(x @ w[0, 0]))(x))(x).accelerated))
 """
+
+
+X, W = jnp.ones((2, 6, 6, 4)), jnp.ones((3, 3, 4, 8))
+NOBODYS = {
+    "conv tile": lambda: jaxconv.conv2d(X, W, algorithm="direct 12x12"),
+    "conv space": lambda: jaxconv.conv2d(X, W, algorithm="im2col "),
+    "depthwise tile": lambda: jaxconv.conv2d(X, W[:, :, :1, :4], groups=4, algorithm="depthwise 3"),
+    "squeeze_excite tile": lambda: jaxconv.squeeze_excite(
+        X, jnp.ones((4, 2)), None, jnp.ones((2, 4)), None, algorithm="one_pass 5"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NOBODYS)
+def test_a_kernel_that_nobody_has_is_refused(name):
+    """When the program is lowered, not when it runs."""
+    with pytest.raises(ValueError, match=r"algorithm='.*' cannot run .*: (there is no such kernel|it )"):
+        jax.jit(NOBODYS[name]).lower()
+
+
+def test_static_arguments_of_a_jitted_function():
+    """explain, cost and launches take it as it is."""
+
+    @functools.partial(jax.jit, static_argnames="train")
+    def f(x, train):
+        return jaxconv.conv2d(x, W, stride=2 if train else 1).sum()
+
+    ((one,), (two,)) = (jaxconv.explain(f)(X, train=train) for train in (False, True))
+    assert "s2" not in str(one.problem) and "s2" in str(two.problem)
+    assert jaxconv.cost(f)(X, train=False)["flops"] > 3 * jaxconv.cost(f)(X, train=True)["flops"]
+    for tool in (jaxconv.explain, jaxconv.cost):
+        with pytest.raises(jax.errors.TracerBoolConversionError):
+            tool(f.__wrapped__)(X, train=True)
 
 
 def test_explain_keeps_nothing():

@@ -628,3 +628,58 @@ def test_flaxs_max_pool_is_ours_by_its_import():
     assert helpers.equations(lambda x: library.max_pool(x, (2, 2)), ints((2, 9, 8, 4)))["jaxconv_max_pool"] == 1
     whole = jnp.arange(32).reshape(1, 4, 4, 2)
     np.testing.assert_array_equal(library.max_pool(whole, (2, 2)), nn.max_pool(whole, (2, 2)))
+
+
+@pytest.mark.parametrize("f", [jaxconv.max_pool, jaxconv.avg_pool])
+def test_mapped_over_batches_without_images(f):
+    x = jnp.ones((2, 0, 4, 4, 1))
+    assert jax.vmap(lambda x: f(x, 2))(x).shape == (2, 0, 3, 3, 1)
+    assert jax.vmap(jax.grad(lambda x: f(x, 2).sum()))(x).shape == x.shape
+
+
+DILATED = {
+    "256 taps": ((34, 34), 16, 2, 2),
+    "a dimension": ((80,), 300, 3, 1),  # no window fits
+    "no window": ((9, 9), 3, 1, 20),
+    "no channel": ((9, 9), 2, 1, 2),
+}
+
+
+@pytest.mark.parametrize("name", DILATED)
+def test_dilated_windows_of_lax_have_a_gradient(name):
+    """Where no kernel can run: of more than 255 taps, of results without elements."""
+    pixels, window, stride, dilation = DILATED[name]
+    x = jnp.asarray(helpers.normal(0, (2, *pixels, 0 if name == "no channel" else 3)), "float32")
+
+    def f(x):
+        return jaxconv.max_pool(x, window, stride=stride, dilation=max(dilation, 2))
+
+    def by_patches(x):
+        """The taps of each window side by side, as a gather of pixels."""
+        steps = [np.arange(n) * stride for n in f(x).shape[1:-1]]
+        at = [s[:, None] + np.arange(window) * max(dilation, 2) for s in steps]
+        for axis, taps in enumerate(at):
+            x = jnp.take(x, taps, axis=2 * axis + 1)
+        return x.max(tuple(2 + 2 * i for i in range(len(at)))) if f(x0).size else jnp.zeros(f(x0).shape) + 0 * x.sum()
+
+    x0 = x
+    np.testing.assert_array_equal(f(x), by_patches(x))
+    loss = lambda f: lambda x: (f(x) ** 2).sum()  # noqa: E731
+    np.testing.assert_allclose(jax.grad(loss(f))(x), jax.grad(loss(by_patches))(x), rtol=1e-6, atol=1e-6)
+    if f(x).size:
+        check_grads(f, (x,), order=2, modes=("fwd", "rev"), atol=1e-2, rtol=1e-2, eps=1e-3)
+
+
+@pytest.mark.parametrize("algorithm", ["gather 5", "gather/x", "scatter"])
+@pytest.mark.parametrize("f", [jaxconv.max_pool, jaxconv.avg_pool])
+def test_a_kernel_that_nobody_has_is_refused(f, algorithm):
+    """When the program is lowered, not when it runs."""
+    with pytest.raises(ValueError, match=r"algorithm='.*' (cannot run .*: there is no such kernel|is unknown)"):
+        jax.jit(lambda x: f(x, 2, algorithm=algorithm)).lower(jnp.ones((1, 4, 4, 8)))
+
+
+@pytest.mark.parametrize("layers", [jn, jx])
+def test_flaxs_negative_padding_crops(layers):
+    x, padding = jnp.asarray(helpers.normal(0, (2, 6, 6, 4)), "float32"), ((0, 1), (-1, 0))
+    np.testing.assert_array_equal(layers.max_pool(x, (2, 2), padding=padding), nn.max_pool(x, (2, 2), padding=padding))
+    np.testing.assert_array_equal(layers.avg_pool(x, (2, 2), padding=padding), nn.avg_pool(x, (2, 2), padding=padding))

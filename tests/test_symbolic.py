@@ -214,7 +214,7 @@ def loops(x: Any) -> Any:
         z = lax.conv_general_dilated(y, 2 * w, (1, 1), "SAME", dimension_numbers=NUMBERS)
         return jax.nn.relu(z) / y.shape[0] + y.mean(), None
 
-    return lax.scan(step, x, jnp.stack([W, W]))[0] * n.astype(x.dtype) + c
+    return lax.scan(step, x, jnp.stack([W, W]).astype(x.dtype))[0] * n.astype(x.dtype) + c
 
 
 def resized(x: Any) -> Any:
@@ -266,8 +266,12 @@ def test_what_is_read_off_a_program_may_be_symbolic(name, extents):
     f, x = READ[name], jnp.asarray(helpers.normal(0, (8, 6, 6, 4)), "float32")
     shape = jax.ShapeDtypeStruct(export.symbolic_shape(extents), "float32")
     gradients = "h" not in extents or name not in PLAIN_GRADIENT_FAILS
+    with jax.enable_x64(True):
+        exact = jax.value_and_grad(of_sum(f))(x.astype("float64"))
     with jax.default_matmul_precision("highest"):
-        expected = jax.value_and_grad(of_sum(f))(x)
+        plain = jax.value_and_grad(of_sum(f))(x)
+        # A norm of few numbers may be ill-conditioned: an error of plain JAX's is one draw of rounding, ours another.
+        errors = [np.abs(np.asarray(a, np.float64) - b).max() for a, b in zip(plain, exact, strict=True)]
         for transform in (jaxconv.accelerate, jaxconv.freeze):
             own = transform(f)
             assert own.report(shape).notes or own.report(shape)  # outside of an export, as jax.eval_shape
@@ -277,9 +281,9 @@ def test_what_is_read_off_a_program_may_be_symbolic(name, extents):
                 several = [jax.value_and_grad(of_sum(own)), transform(jax.value_and_grad(of_sum(f)))]
             for one in several:
                 actual = export.export(jax.jit(one), disabled_checks=jaxconv.export_checks())(shape).call(x)
-                np.testing.assert_allclose(actual[0], expected[0], rtol=1e-4)
+                np.testing.assert_allclose(actual[0], exact[0], rtol=1e-4, atol=2 * errors[0])
                 if gradients:
-                    np.testing.assert_allclose(actual[1], expected[1], rtol=1e-3, atol=1e-4)
+                    np.testing.assert_allclose(actual[1], exact[1], rtol=1e-3, atol=1e-5 + 2 * errors[1])
 
 
 def test_a_symbolic_batch_keeps_its_layers():

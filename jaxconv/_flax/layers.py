@@ -240,10 +240,11 @@ def after_batchnorm(m: Any, y: Array, residual: Array | None) -> Array:
     return activate(activation_of(m), y if residual is None else (y + residual).astype(y.dtype))
 
 
-def _pools(inputs: Any, nd: int) -> bool:
-    """Whether jaxconv pools such inputs over their last `nd` axes but one."""
+def _pools(inputs: Any, nd: int, padding: Any) -> bool:
+    """Whether jaxconv pools such inputs over their last `nd` axes but one. It does not crop."""
     ours = hasattr(inputs, "dtype") and inputs.dtype.name in _problem.DTYPES and 0 not in inputs.shape
-    return ours and 1 <= nd <= 3 and inputs.ndim > nd
+    pairs = [pair for pair in padding if isinstance(pair, Sequence)] if isinstance(padding, (list, tuple)) else []
+    return ours and 1 <= nd <= 3 and inputs.ndim > nd and not any(pad < 0 for pair in pairs for pad in pair)
 
 
 def max_pool(
@@ -264,10 +265,10 @@ def max_pool(
       strides: its steps (default: 1).
       padding: "SAME", "VALID", or a (low, high) pair per spatial axis.
 
-    Flax's own code runs for integers and for more than three spatial axes.
+    Flax's own code runs for integers, for more than three spatial axes, and for negative padding, which crops.
     """
     nd = len(window_shape)
-    if not _pools(inputs, nd):
+    if not _pools(inputs, nd, padding):
         return flax_max_pool(inputs, window_shape, strides, padding)
     x, restore = _one_batch(inputs, nd)
     return restore(native_max_pool(x, tuple(window_shape), stride=per_dimension(strides, nd), padding=padding))
@@ -293,11 +294,11 @@ def avg_pool(
       padding: "SAME", "VALID", or a (low, high) pair per spatial axis.
       count_include_pad: whether a window's mean counts its padding, as zeros.
 
-    Flax's own code runs for integers, for more than three spatial axes, and for 16 bits where padding is not counted:
-    its result is float32 there.
+    Flax's own code runs for integers, for more than three spatial axes, for negative padding, which crops, and for 16
+    bits where padding is not counted: its result is float32 there.
     """
     nd = len(window_shape)
-    if not _pools(inputs, nd) or (not count_include_pad and inputs.dtype.itemsize <= 2):
+    if not _pools(inputs, nd, padding) or (not count_include_pad and inputs.dtype.itemsize <= 2):
         return flax_avg_pool(inputs, window_shape, strides, padding, count_include_pad)
     x, restore = _one_batch(inputs, nd)
     options = dict(stride=per_dimension(strides, nd), padding=padding, count_include_pad=bool(count_include_pad))

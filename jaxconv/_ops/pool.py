@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import ad
 
@@ -46,8 +48,8 @@ def _batch(op: primitives.Kernel, p: PoolProblem, args: list[Array], dims: list[
     """Mapped arrays fold into N."""
     size = primitives.batch_size(args, dims)
     folded = [primitives.fold(primitives.to_front(a, d, size), 0, 0) for a, d in zip(args, dims, strict=True)]
-    outs = op(replace(p, batch=size * p.batch), *folded)
-    return [primitives.unfold(out, size, 0) for out in primitives.listed(outs)], [0] * len(outs)
+    outs = primitives.listed(op(replace(p, batch=size * p.batch), *folded))
+    return [primitives.unfold(out, size, 0) for out in outs], [0] * len(outs)
 
 
 def _partition(p: PoolProblem, operands: Sequence[str], results: Sequence[str], run: Any) -> sharding.Partition:
@@ -208,5 +210,19 @@ def max_pool(
         implementation=implementation,
     )
     if p.lax_only():
-        return reference.max_pool(p, x)[0]
+        return reference.max_pool(p, x)[0] if p.plain else _dilated_of_lax(p, x)
     return kernel(p, x)[0]
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _dilated_of_lax(p: PoolProblem, x: Array) -> Array:
+    return reference.max_pool(p, x)[0]
+
+
+@_dilated_of_lax.defjvp
+def _jvp_of_dilated(p: PoolProblem, primals: Sequence[Array], tangents: Sequence[Array]) -> tuple[Array, Array]:
+    (x,), (dx,) = primals, tangents
+    y = _dilated_of_lax(p, x)
+    if 0 in filter(_problem.is_number, y.shape):
+        return y, jnp.zeros_like(y)
+    return y, reference.max_pool_taken(p, dx, reference.max_pool_positions(p, x))

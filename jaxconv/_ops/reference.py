@@ -593,20 +593,21 @@ def max_pool(p: PoolProblem, x: jax.Array) -> list[jax.Array]:
 
 
 def max_pool_positions(p: PoolProblem, x: jax.Array) -> jax.Array:
-    """The tap that each maximum is taken from, counted row by row, uint8: that which lax's gradient selects.
+    """The tap that each maximum is taken from, counted row by row: that which lax's gradient selects. A byte, but for
+    more than 255 taps.
 
     A tap takes the place of those before it unless (ge) one of them is at least as large; padding is -inf.
     """
-    x = lax.stop_gradient(x)
+    x, dtype = lax.stop_gradient(x), np.uint8 if p.taps <= 255 else np.int32
     best, position = None, None
     padded = lax.pad(x, jnp.array(-jnp.inf, x.dtype), p.per_axis(tuple((*pad, 0) for pad in p.padding), (0, 0, 0)))
     for tap, at in enumerate(np.ndindex(p.window)):
         v = _tap(p, padded, at)
         if best is None:
-            best, position = v, jnp.zeros_like(v, np.uint8)
+            best, position = v, jnp.zeros_like(v, dtype)
         else:
             stays = best >= v
-            best, position = jnp.where(stays, best, v), jnp.where(stays, position, np.uint8(tap))
+            best, position = jnp.where(stays, best, v), jnp.where(stays, position, dtype(tap))
     return position
 
 

@@ -7,7 +7,7 @@ import math
 
 from jaxconv._plan import domain
 from jaxconv._plan.plan import Device, Plan
-from jaxconv._plan.planner import Features, Planner, log2, vector
+from jaxconv._plan.planner import NO_SUCH_KERNEL, Features, Planner, log2, vector
 from jaxconv._problem import POOL_ALGORITHMS, AvgPoolProblem
 
 # Of x: below it a pass is about a launch, and nothing was measured.
@@ -22,7 +22,7 @@ class AvgPool(Planner):
     def made(self, algorithm: str, p: AvgPoolProblem, device: Device) -> Plan | str:
         plan = Plan("native", "", algorithm, asks_channels_last=not p.channels_last)
         if device.platform == "cpu":
-            return plan
+            return plan if algorithm in self.algorithms else NO_SUCH_KERNEL
         return domain.avg_pool_refusal(plan, p) or plan
 
     def overruled(self, p: AvgPoolProblem, device: Device, best: Plan | None) -> Plan | None:

@@ -24,7 +24,7 @@ from jaxconv._plan import (
     tuned,
 )
 from jaxconv._plan.plan import Device, Plan, itemsize, known
-from jaxconv._plan.planner import CUDA_ONLY, Features, Planner, calls, log2, plans_of
+from jaxconv._plan.planner import CUDA_ONLY, NO_SUCH_KERNEL, Features, Planner, calls, log2, plans_of
 from jaxconv._problem import ConvProblem, family_of
 
 FAMILIES: dict[str, ModuleType] = {
@@ -57,7 +57,7 @@ class Conv(Planner):
     independent = (True, False, False, True)
     channels = slice(1, 3)
     families: Sequence[str] = tuple(FAMILIES)  # that have a kernel for the op
-    of_others = "there is no such kernel"  # of the rest
+    of_others = NO_SUCH_KERNEL  # of the rest
     rounded_before = ""  # what of the op needs that y is rounded before the call ends, if anything does
 
     def made(self, algorithm: str, p: ConvProblem, device: Device) -> Plan | str:
@@ -67,7 +67,7 @@ class Conv(Planner):
         if name not in self.families:
             return self.of_others
         stored, family = in_memory(name, p), FAMILIES[name]
-        why = "there is no such kernel"
+        why = NO_SUCH_KERNEL
         for wanted in family.wants(self.op, stored, device):
             if wanted.answers(algorithm):
                 plan = self._planned(family, wanted, stored, p, device)
@@ -95,6 +95,8 @@ class Conv(Planner):
             return f"on a CPU a call rounds to 16 bits only at its end, and {self.rounded_before}"
         if family_of(algorithm) in CHANNELS_LAST_ONLY or "/" in algorithm:
             return CUDA_ONLY
+        if algorithm not in FAMILIES:
+            return NO_SUCH_KERNEL
         if algorithm == "depthwise" and not p.depthwise:
             return f"it needs one input channel per group, got groups={p.groups} for {p.in_channels} channels"
         return Plan("native", "", algorithm)

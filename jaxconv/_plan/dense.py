@@ -9,7 +9,7 @@ from typing import Any
 from jaxconv._core.activations import CHEAP
 from jaxconv._plan import domain
 from jaxconv._plan.plan import Candidate, Device, Plan, extent_of, itemsize, product_tile, splits_of
-from jaxconv._plan.planner import CUDA_ONLY, Features, Planner, calls, log2, plans_of
+from jaxconv._plan.planner import CUDA_ONLY, NO_SUCH_KERNEL, Features, Planner, calls, log2, plans_of
 from jaxconv._plan.sm90 import (
     CLUSTERS,
     PRODUCTS,
@@ -136,7 +136,7 @@ class Dense(Planner):
     def made(self, algorithm: str, p: DenseProblem, device: Device) -> Plan | str:
         if algorithm.startswith("sm90") and device.platform == "cpu":
             return CUDA_ONLY
-        why = "there is no such kernel"
+        why = NO_SUCH_KERNEL
         for wanted in wants(self.op, family_of(algorithm), p, device):
             if wanted.answers(algorithm):
                 cpu = device.platform == "cpu"  # which owns its scratch

@@ -131,6 +131,7 @@ XLA_ASKED = "implementation='xla' was asked for"
 NOTHING = "there is nothing to compute"
 PARTITIONED = "XLA splits this program over devices, and would gather the arrays for a call of jaxconv's"
 CUDA_ONLY = "it exists on CUDA only"
+NO_SUCH_KERNEL = "there is no such kernel"
 
 
 def asked(p: Any) -> str:

@@ -7,7 +7,7 @@ import math
 
 from jaxconv._plan import domain, measured
 from jaxconv._plan.plan import Device, Plan
-from jaxconv._plan.planner import Features, Planner, log2, vector
+from jaxconv._plan.planner import NO_SUCH_KERNEL, Features, Planner, log2, vector
 from jaxconv._problem import POOL_ALGORITHMS, PoolProblem
 
 
@@ -32,7 +32,7 @@ class MaxPool(Planner):
     def made(self, algorithm: str, p: PoolProblem, device: Device) -> Plan | str:
         plan = Plan("native", "", algorithm, asks_channels_last=not p.channels_last)
         if device.platform == "cpu":
-            return plan
+            return plan if algorithm in self.algorithms else NO_SUCH_KERNEL
         return domain.pool_refusal(plan, p) or plan
 
     def on_cpu(self, p: PoolProblem) -> tuple[str | None, str]:

@@ -6,7 +6,7 @@ import dataclasses
 
 from jaxconv._plan import domain
 from jaxconv._plan.plan import Device, Plan
-from jaxconv._plan.planner import Features, Planner, log2, vector
+from jaxconv._plan.planner import NO_SUCH_KERNEL, Features, Planner, log2, vector
 from jaxconv._problem import SQUEEZE_EXCITE_ALGORITHMS, SqueezeExciteProblem
 
 # Shared memory for a CTA's slab, bytes: three run on a multiprocessor; two; one.
@@ -65,7 +65,7 @@ class SqueezeExcite(Planner):
     def made(self, algorithm: str, p: SqueezeExciteProblem, device: Device) -> Plan | str:
         plan = Plan("native", "", algorithm)
         if device.platform == "cpu":
-            return plan
+            return plan if algorithm in self.algorithms else NO_SUCH_KERNEL
         width, ctas = _tile(p, device)
         plan = dataclasses.replace(plan, splits=ctas, chunk=width)
         return domain.squeeze_excite_refusal(plan, p, device) or plan

@@ -42,7 +42,12 @@ def cost(f: Callable[P, Any]) -> OfArguments[P, dict[str, float]]:
         def fresh(*args: Any, **kwargs: Any) -> Any:  # a function no cache knows
             return f(*args, **kwargs)
 
-        traced = jax.jit(fresh).trace(*args, **kwargs)
+        try:
+            traced = jax.jit(fresh).trace(*args, **kwargs)
+        except ValueError:  # as of static arguments, which f alone knows
+            if not isinstance(f, jax.stages.Wrapped):
+                raise
+            traced = f.trace(*args, **kwargs)
         flops, size = _of(traced.jaxpr.jaxpr)
         with primitives.opaque_calls():
             lowered = traced.lower()

@@ -149,7 +149,7 @@ def _explained(f: Callable[..., Any], args: Any, kwargs: Any, device: _plan.Devi
     # JAX keeps what it traced for as long as the function lives: this one ends here.
     of_this_call = functools.wraps(f)(lambda *args, **kwargs: f(*args, **kwargs))
     with listening() as accelerated, told.hearing() as heard:
-        jaxpr = jax.make_jaxpr(of_this_call)(*args, **kwargs)
+        jaxpr = _traced(f, of_this_call, args, kwargs)
         equations = list(primitives.equations(jaxpr.jaxpr, device))
     counts: dict[tuple[str, Any], int] = {}
     for equation in equations:
@@ -164,6 +164,15 @@ def _explained(f: Callable[..., Any], args: Any, kwargs: Any, device: _plan.Devi
     gathered = dict.fromkeys(_gathered(jaxpr.jaxpr, device))
     would, on = _enable.would(equations, device), _enable.is_on()
     return Explanation(calls, accelerated, would, on, gathered, told.told(heard, device))
+
+
+def _traced(f: Callable[..., Any], fresh: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    try:
+        return jax.make_jaxpr(fresh)(*args, **kwargs)
+    except ValueError:  # as of static arguments, which f alone knows
+        if not isinstance(f, jax.stages.Wrapped):
+            raise
+        return f.trace(*args, **kwargs).jaxpr
 
 
 def _gathered(jaxpr: Any, device: _plan.Device) -> Iterator[str]:
