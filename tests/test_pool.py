@@ -670,6 +670,15 @@ def test_dilated_windows_of_lax_have_a_gradient(name):
         check_grads(f, (x,), order=2, modes=("fwd", "rev"), atol=1e-2, rtol=1e-2, eps=1e-3)
 
 
+def test_dilated_windows_of_symbolic_pixels_have_a_gradient():
+    """Where the constraints say that a window fits."""
+    pixels = export.symbolic_shape("1,h,h,2", constraints=("h >= 6",))
+    gradient = jax.jit(jax.grad(lambda x: (jaxconv.max_pool(x, 3, dilation=2) ** 2).sum()))
+    exported = export.export(gradient, disabled_checks=jaxconv.export_checks())(jax.ShapeDtypeStruct(pixels, "float32"))
+    x = jnp.asarray(helpers.normal(0, (1, 9, 9, 2)), "float32")
+    np.testing.assert_allclose(exported.call(x), gradient(x), rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.parametrize("algorithm", ["gather 5", "gather/x", "scatter"])
 @pytest.mark.parametrize("f", [jaxconv.max_pool, jaxconv.avg_pool])
 def test_a_kernel_that_nobody_has_is_refused(f, algorithm):
