@@ -791,6 +791,32 @@ def test_training_is_refused():
         jaxconv.freeze(own, jnp.ones(4))(X)
 
 
+@pytest.mark.skipif(jax.device_count() < 2, reason="it takes two devices")
+@pytest.mark.parametrize("inside", [False, True], ids=["alone", "in jit"])
+def test_weights_on_no_mesh_and_images_on_an_explicit_one(inside):
+    """Without `jax.set_mesh`: the inputs say which mesh it is, also to what is folded into a filter."""
+    x = array(2, (4, 6, 6, 4))
+    weights = [array(0, (3, 3, 4, 4)), 1.5 + jnp.abs(array(1, (4,))), array(3, (3, 3, 4, 4))]
+    weights = [np.asarray(w) / 6 for w in weights]
+
+    def conv(x, w):
+        return lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+    def f(weights, x):
+        w, v, u = weights
+        return conv((conv(x, w) - v) / jnp.sqrt(v + 1e-3) * v + v, u)
+
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,), devices=jax.devices()[:2])
+    frozen = jaxconv.freeze(f, weights)
+    frozen = jax.jit(frozen) if inside else frozen
+    split = jax.device_put(x, jax.NamedSharding(mesh, jax.P("data")))
+    if inside:
+        jax.block_until_ready(frozen(x))  # weights are folded on one device first
+    y = frozen(split)
+    assert y.sharding.spec[0] == "data"
+    assert_same(jax.device_get(y), f(weights, x), terms=64)
+
+
 @pytest.mark.parametrize("first", [False, True])
 def test_with_and_without_64_bits(first):
     """The bound array is another one then, and so is what is kept of it."""

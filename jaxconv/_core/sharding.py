@@ -18,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -200,6 +200,13 @@ def explicit_mesh(avals: Sequence[Any]) -> Any:
         if AxisType.Explicit in mesh.axis_types:
             return mesh
     return None
+
+
+def concrete_mesh(arrays: Iterable[Any]) -> jax.sharding.Mesh | None:
+    """The devices' mesh with Explicit axes that an array lies on, or None. A tracer's is not known."""
+    known = (a.sharding for a in arrays if isinstance(a, jax.Array) and not isinstance(a, jax.core.Tracer))
+    meshes = (of.mesh for of in known if isinstance(of, NamedSharding))
+    return next((mesh for mesh in meshes if AxisType.Explicit in mesh.axis_types), None)
 
 
 def explicit_spec(a: Array) -> list[Any]:

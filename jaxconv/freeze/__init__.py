@@ -152,6 +152,7 @@ class _Program:
     bound: list[bool]  # which of its arguments are
     results: Results
     report: Report
+    mesh: jax.sharding.Mesh | None  # with Explicit axes, of the inputs
 
     @functools.cached_property
     def alone(self) -> Callable[..., list[Array]]:
@@ -352,7 +353,8 @@ class Frozen(Generic[R]):
             f"bound arrays ({_mib(jax.typeof(array) for _, array in self._bound)})"
         )
         late = jax.jit(split.run)
-        return _Program(names, jax.jit(split.early), closed_over, late, jaxpr, bound, traced.results, report)
+        mesh = sharding.concrete_mesh(jax.tree.leaves((inputs, kwargs)))
+        return _Program(names, jax.jit(split.early), closed_over, late, jaxpr, bound, traced.results, report, mesh)
 
     def _name_of(self, split: Split, v: Value) -> str:
         sources = split.made_of(v)
@@ -367,9 +369,15 @@ class Frozen(Generic[R]):
         if known is not None:
             return known
         bound = [array for _, array in self._bound]
-        if any(isinstance(array, jax.core.Tracer) for array in bound):
+        mesh = program.mesh or sharding.concrete_mesh(bound)
+        # Which devices a tracer's mesh has only the program around knows: it folds, in each call.
+        unknown = mesh is None and sharding.explicit_mesh(program.jaxpr.in_avals) is not None
+        unknown = unknown and jax.sharding.get_abstract_mesh().empty
+        if unknown or any(isinstance(array, jax.core.Tracer) for array in bound):
             return program.early(bound, program.closed_over)
-        with jax.ensure_compile_time_eval(), self._function.lock:
+        # Weights that are on no mesh get onto that of the inputs.
+        on_mesh = contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh)
+        with jax.ensure_compile_time_eval(), self._function.lock, on_mesh:
             if any(name not in self._weights for name in program.names):
                 folded = program.early(bound, program.closed_over)
                 if self._function.quantization is not None:
