@@ -598,7 +598,7 @@ def max_pool_positions(p: PoolProblem, x: jax.Array) -> jax.Array:
 
     A tap takes the place of those before it unless (ge) one of them is at least as large; padding is -inf.
     """
-    x, dtype = lax.stop_gradient(x), np.uint8 if p.taps <= 255 else np.int32
+    x, dtype = lax.stop_gradient(x), np.int32 if p.too_many_taps() else np.uint8
     best, position = None, None
     padded = lax.pad(x, jnp.array(-jnp.inf, x.dtype), p.per_axis(tuple((*pad, 0) for pad in p.padding), (0, 0, 0)))
     for tap, at in enumerate(np.ndindex(p.window)):

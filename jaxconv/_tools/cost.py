@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import jax
-
 from jaxconv import _problem
 from jaxconv._core import primitives
 from jaxconv._core.types import OfArguments, P
+from jaxconv._tools.traced import traced
 
 
 def cost(f: Callable[P, Any]) -> OfArguments[P, dict[str, float]]:
@@ -39,18 +38,10 @@ def cost(f: Callable[P, Any]) -> OfArguments[P, dict[str, float]]:
     _problem.check_function("cost", f)
 
     def costed(*args: Any, **kwargs: Any) -> dict[str, float]:
-        def fresh(*args: Any, **kwargs: Any) -> Any:  # a function no cache knows
-            return f(*args, **kwargs)
-
-        try:
-            traced = jax.jit(fresh).trace(*args, **kwargs)
-        except ValueError:  # as of static arguments, which f alone knows
-            if not isinstance(f, jax.stages.Wrapped):
-                raise
-            traced = f.trace(*args, **kwargs)
-        flops, size = _of(traced.jaxpr.jaxpr)
+        program = traced(f, args, kwargs)
+        flops, size = _of(program.jaxpr.jaxpr)
         with primitives.opaque_calls():
-            lowered = traced.lower()
+            lowered = program.lower()
         rest = lowered.cost_analysis() or {}
         unknown = lowered.as_text().count("custom_call @jaxconv_")  # XLA has added -1 for each to either figure
         return {

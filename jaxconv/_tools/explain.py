@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import importlib.metadata
 import os
 import platform as host
@@ -18,6 +17,7 @@ from jaxconv import _enable, _plan, _problem
 from jaxconv._core import native, primitives, sharding
 from jaxconv._core.types import OfArguments, P
 from jaxconv._plan import in_place, measured, tuned
+from jaxconv._tools.traced import traced
 from jaxconv.accelerate import Report, listening
 from jaxconv.joints import told
 
@@ -146,10 +146,8 @@ def explain(f: Callable[P, Any], *, platform: str | None = None) -> OfArguments[
 
 
 def _explained(f: Callable[..., Any], args: Any, kwargs: Any, device: _plan.Device) -> Explanation:
-    # JAX keeps what it traced for as long as the function lives: this one ends here.
-    of_this_call = functools.wraps(f)(lambda *args, **kwargs: f(*args, **kwargs))
     with listening() as accelerated, told.hearing() as heard:
-        jaxpr = _traced(f, of_this_call, args, kwargs)
+        jaxpr = traced(f, args, kwargs).jaxpr
         equations = list(primitives.equations(jaxpr.jaxpr, device))
     counts: dict[tuple[str, Any], int] = {}
     for equation in equations:
@@ -164,15 +162,6 @@ def _explained(f: Callable[..., Any], args: Any, kwargs: Any, device: _plan.Devi
     gathered = dict.fromkeys(_gathered(jaxpr.jaxpr, device))
     would, on = _enable.would(equations, device), _enable.is_on()
     return Explanation(calls, accelerated, would, on, gathered, told.told(heard, device))
-
-
-def _traced(f: Callable[..., Any], fresh: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    try:
-        return jax.make_jaxpr(fresh)(*args, **kwargs)
-    except ValueError:  # as of static arguments, which f alone knows
-        if not isinstance(f, jax.stages.Wrapped):
-            raise
-        return f.trace(*args, **kwargs).jaxpr
 
 
 def _gathered(jaxpr: Any, device: _plan.Device) -> Iterator[str]:

@@ -42,7 +42,7 @@ class Joint:
     def make(
         cls, closed: ClosedJaxpr, varied: tuple[bool, ...], types: Sequence[Any], device: _plan.Device
     ) -> Joint | None:
-        roles = _roles(closed.jaxpr, [2 if v else 0 for v in varied])
+        roles = _roles_of(closed, varied)
         main = [i for i, role in enumerate(roles) if role == 2]
         has_tangent = [role > 0 for role in roles]
         if not any(has_tangent):
@@ -161,7 +161,11 @@ _FLAT = ("stop_gradient", "sign", "floor", "ceil", "round", "bitcast_convert_typ
 
 def tangents_of(closed: ClosedJaxpr, varied: Sequence[bool]) -> list[bool]:
     """Whether each result has a tangent, as JAX knows it: one may go where nothing is differentiated."""
-    return [role > 0 for role in _roles(closed.jaxpr, [2 if v else 0 for v in varied])]
+    return [role > 0 for role in _roles_of(closed, varied)]
+
+
+def _roles_of(closed: ClosedJaxpr, varied: Sequence[bool]) -> list[int]:
+    return _roles(closed.jaxpr, [2 if v else 0 for v in varied])
 
 
 def _roles(jaxpr: Jaxpr, roles: Sequence[int]) -> list[int]:
@@ -180,11 +184,11 @@ def _roles(jaxpr: Jaxpr, roles: Sequence[int]) -> list[int]:
             found = [2] + [1] * (len(found) - 1)
         elif most and (inner := _called(eqn)) is not None:
             found = inner(given)
-        known.update((v, role if _is_inexact(v.aval) else 0) for v, role in zip(eqn.outvars, found, strict=True))
-    return [role(atom) if _is_inexact(atom.aval) else 0 for atom in jaxpr.outvars]
+        known.update((v, role if is_inexact(v.aval) else 0) for v, role in zip(eqn.outvars, found, strict=True))
+    return [role(atom) if is_inexact(atom.aval) else 0 for atom in jaxpr.outvars]
 
 
-def _is_inexact(aval: Any) -> bool:
+def is_inexact(aval: Any) -> bool:
     return hasattr(aval, "dtype") and jnp.issubdtype(aval.dtype, np.inexact)
 
 

@@ -17,7 +17,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
@@ -25,7 +24,7 @@ from jax.interpreters import ad, batching, mlir
 from jaxconv import _plan
 from jaxconv._core import compat, primitives, sharding
 from jaxconv._plan import in_place
-from jaxconv.joints.joint import Joint, tangents_of
+from jaxconv.joints.joint import Joint, is_inexact, tangents_of
 from jaxconv.joints.program import Program
 from jaxconv.joints.rules import rewrite
 
@@ -128,13 +127,9 @@ def _run(*args: Array, program: Body) -> list[Array]:
     with jax.debug_nans(False), jax.debug_infs(False):
         outs = program.rewritten(_plan.Device.default())(*args)
     for name, found in (("nan", jnp.isnan), ("inf", jnp.isinf)):
-        if getattr(jax.config, f"jax_debug_{name}s") and any(_is_inexact(a) and found(a).any() for a in outs):
+        if getattr(jax.config, f"jax_debug_{name}s") and any(is_inexact(a) and found(a).any() for a in outs):
             raise FloatingPointError(f"invalid value ({name}) encountered in an accelerated function")
     return outs
-
-
-def _is_inexact(a: Array) -> bool:
-    return jnp.issubdtype(a.dtype, np.inexact)
 
 
 def _lower(platform: str | None, ctx: mlir.LoweringRuleContext, *operands: Any, program: Body) -> Any:
