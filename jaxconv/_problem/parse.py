@@ -164,7 +164,7 @@ def check_choice(where: str, implementation: Any, algorithm: Any, algorithms: tu
     if implementation is not None and implementation not in IMPLEMENTATIONS:
         raise ValueError(f"{where}: implementation={implementation!r} is unknown, expected None, 'native' or 'xla'")
     # A family, or one kernel of it with or without its tile: "sm90", "sm90/halo", "sm90/product 128x256".
-    known = isinstance(algorithm, str) and family_of(algorithm) in algorithms
+    known = isinstance(algorithm, str) and algorithm == algorithm.strip() and family_of(algorithm) in algorithms
     if algorithm is not None and not known:
         raise ValueError(
             f"{where}: algorithm={algorithm!r} is unknown, expected None or one of {', '.join(algorithms)}"
