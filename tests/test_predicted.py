@@ -253,6 +253,15 @@ def test_a_far_neighbour_does_not_speak_alone_where_the_model_hardly_knows_its_k
     )
 
 
+def test_a_dgrad_and_a_fprop_speak_for_each_other_and_not_for_a_wgrad():
+    """A volume's 3x3x3 had five measured fprops and six dgrads, and was left to XLA: 64 to 32 channels."""
+    known = {"a half": 9, "a none": 9, "a conv_fprop": model.LEAST - 2, "a conv_dgrad": 2}
+    enough = {op: model.measured_enough(known, "a", model.Shape.of(op, problem())) for op in model.OPS}
+    assert enough == {"conv_fprop": True, "conv_dgrad": True, "conv_wgrad": False}
+    few = known | {"a conv_dgrad": 1}
+    assert not any(model.measured_enough(few, "a", model.Shape.of(op, problem())) for op in model.OPS)
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Uneven padding, which costs XLA a pass
 

@@ -551,7 +551,12 @@ class Model:
 
 
 def measured_enough(known: dict[str, int], kernel: str, s: Shape) -> bool:
-    return all(known.get(f"{kernel} {of}", 0) >= LEAST for of in s.classes)
+    """Whether a prediction of the kernel has enough to go by. fprop and dgrad count as one: a dgrad is a convolution of
+    dy, with flipped filters."""
+    arithmetic, op, grouping = s.classes
+    alike = ("conv_wgrad",) if op == "conv_wgrad" else ("conv_fprop", "conv_dgrad")
+    counts = [sum(known.get(f"{kernel} {name}", 0) for name in names) for names in ((arithmetic,), alike, (grouping,))]
+    return min(counts) >= LEAST
 
 
 def with_gain(ways: np.ndarray, gain: np.ndarray, *others: np.ndarray) -> np.ndarray:

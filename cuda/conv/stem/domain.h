@@ -5,7 +5,7 @@
 //   stem/mma               every pass, by mma.sync
 //   stem/sm90_narrow_in    sm_90: narrow to wide (fprop where C is small, dgrad where K is), and in 16 bit wgrad
 //   stem/sm90_narrow_out   sm_90: wide to narrow (dgrad where C is small, fprop where K is)
-//   stem/planes            wgrad where C is small and the filter has several planes, by the first two
+//   stem/planes            fprop and wgrad where C is small and the filter has several planes, by the first two
 //   stem/patches           sm_90: dgrad of a filter that steps by its own extents, as a dense product
 #pragma once
 
@@ -186,7 +186,8 @@ inline std::string RefusePatches(ConvOp op, const ConvProblem& p, const Plan& pl
   return why.empty() ? "" : "of its product: " + why;
 }
 
-// wgrad over planes whose T*C channels are what the T planes of a window have, filled up to 4 or 8 (planes.cu).
+// fprop and wgrad over planes whose T*C channels are what the T planes of a window have, filled up to 4 or 8
+// (planes.cu).
 inline ConvProblem PlanesAsChannels(ConvProblem p) {
   p.c = p.filter[0] * p.c <= 4 ? 4 : 8;
   p.in[0] = p.out[0];
@@ -204,10 +205,10 @@ inline int64_t FoldedFilterBytes(const ConvProblem& q) {
 }
 
 inline std::string RefusePlanes(ConvOp op, const ConvProblem& p, const Device& device) {
-  if (op != ConvOp::kWgrad || p.groups != 1 || p.filter[0] < 2 || p.filter[0] > kFew ||
-      p.filter[0] * p.c > kFew) {
-    return "it needs wgrad of a filter of several planes, which times the input channels are at "
-           "most 8";
+  if ((op != ConvOp::kFprop && op != ConvOp::kWgrad) || p.groups != 1 || p.filter[0] < 2 ||
+      p.filter[0] > kFew || p.filter[0] * p.c > kFew) {
+    return "it needs fprop or wgrad of a filter of several planes, which times the input channels "
+           "are at most 8";
   }
   if (std::string why = RefuseCoordinates(p); !why.empty()) return why;
   const ConvProblem q = PlanesAsChannels(p);
@@ -237,7 +238,8 @@ inline int64_t Workspace(ConvOp op, const ConvProblem& p, const Plan& plan) {
   }
   if (MemberOf(plan.kernel) == "planes") {
     const ConvProblem q = PlanesAsChannels(p);
-    return FoldedBytes(q) + FoldedFilterBytes(q) + plan.splits * FilterCount(q) * 4;
+    const int64_t partials = op == ConvOp::kWgrad ? plan.splits * FilterCount(q) * 4 : 0;
+    return FoldedBytes(q) + FoldedFilterBytes(q) + partials;
   }
   // The kernels always write parts, also a single one.
   return op == ConvOp::kWgrad ? plan.splits * FilterCount(p) * 4 : 0;

@@ -24,6 +24,9 @@ using StemWgradOf = Status(const Context& ctx, const ConvProblem& p, int64_t spl
 StemWgradOf StemMmaWgrad, StemNarrowInWgrad;
 
 // The same over several planes; `workspace` as the domain says.
+Status StemPlanesFprop(const Context& ctx, const ConvProblem& p, const Epilogue& e, const void* x,
+                       const void* w, const void* bias, void* y, void* z, Workspace workspace,
+                       const std::string& what);
 Status StemPlanesWgrad(const Context& ctx, const ConvProblem& p, int64_t splits, const void* x,
                        const void* dy, void* dw, Workspace workspace, const std::string& what);
 

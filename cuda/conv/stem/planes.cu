@@ -1,11 +1,13 @@
-// wgrad of a filter of several planes (T of them, three axes) and few input channels, a volume's first layer:
+// fprop and wgrad of a filter of several planes (T of them, three axes) and few input channels, a volume's first layer:
 //
+//   y[n, o, p, q, k]  = sum over t, r, s, c of x[n, o * stride + t * dilation - pad, ..., c] * w[t, r, s, c, k]
 //   dw[t, r, s, c, k] = sum over n, o, p, q of x[n, o * stride + t * dilation - pad, ..., c] * dy[n, o, p, q, k]
 //
-// The planes that an output's window spans become channels: FoldPlanesKernel writes, for each plane o of dy, x's T planes
-// as one of T*C channels, filled up with zeros to 4 or 8. What is left is the wgrad of images of few channels, which
-// stem's kernels do and which reads dy once; UnfoldPlanesKernel puts dw's taps in order. Reads x T times, writes and
-// reads 4 or 8 elements for each pixel of a plane of x: little beside dy's K.
+// The planes that an output's window spans become channels: FoldPlanesKernel writes, for each plane o of y, x's T planes
+// as one of T*C channels, filled up with zeros to 4 or 8. What is left is a convolution of images of few channels, which
+// stem's kernels do, and whose wgrad reads dy once. FoldFilterKernel puts w's taps in the order of these channels,
+// UnfoldPlanesKernel dw's back. Reads x T times, writes and reads 4 or 8 elements for each pixel of a plane of x: little
+// beside the K of y.
 #include <algorithm>
 #include <cstdint>
 
@@ -23,8 +25,8 @@ constexpr int kPixels = 8 * kThreads;  // of a plane, of a tile
 struct FoldPlanesArgs {
   const void* x;
   void* to;
-  int64_t planes, tiles, pixels;  // of dy in all, tiles of a plane, pixels of a plane of x
-  int made, depth, stride;        // planes of an image of dy and of x
+  int64_t planes, tiles, pixels;  // of y in all, tiles of a plane, pixels of a plane of x
+  int made, depth, stride;        // planes of an image of y and of x
   int channels;                   // of x
   int first[kFew],
       channel[kFew];  // of a folded channel: the plane of x for o = 0, and the channel there
@@ -61,6 +63,21 @@ __global__ void __launch_bounds__(kThreads)
       }
       to[plane * a.pixels + at] = pixel;
     }
+  }
+}
+
+// (R*S, channels, K) from w (T, R*S, C, K): channel t * C + c is plane t's, those past T * C are zeros. `count`: elements
+// that are written, `filled`: T * C.
+template <typename E>
+__global__ void __launch_bounds__(kThreads)
+    FoldFilterKernel(const E* __restrict__ w, E* __restrict__ to, int64_t count, int64_t taps,
+                     int64_t c, int64_t k, int64_t channels, int64_t filled) {
+  for (int64_t at = int64_t(blockIdx.x) * kThreads + threadIdx.x; at < count;
+       at += int64_t(gridDim.x) * kThreads) {
+    const int64_t column = at % k, row = at / k;  // row: (tap, channel of all)
+    const int64_t of_all = row % channels, tap = row / channels;
+    const int64_t t = of_all / c, channel = of_all % c;
+    to[at] = of_all < filled ? w[((t * taps + tap) * c + channel) * k + column] : E(0);
   }
 }
 
@@ -102,6 +119,17 @@ Status Fold(const Context& ctx, const ConvProblem& p, int64_t channels, const vo
 }
 
 template <typename E>
+Status FoldFilter(const Context& ctx, const ConvProblem& p, const ConvProblem& q, const void* w,
+                  void* to, const std::string& what) {
+  const int64_t count = FilterCount(q);
+  const unsigned blocks = unsigned(std::min<int64_t>(CeilDiv(count, kThreads), 132 * 8));
+  FoldFilterKernel<E><<<blocks, kThreads, 0, ctx.stream>>>(
+      static_cast<const E*>(w), static_cast<E*>(to), count, p.filter[1] * p.filter[2], p.c, p.k,
+      q.c, p.filter[0] * p.c);
+  return LaunchStatus(what + " (planes of the filter to channels)");
+}
+
+template <typename E>
 Status Unfold(const Context& ctx, const ConvProblem& p, int64_t channels, const void* from,
               void* dw, const std::string& what) {
   const int64_t count = FilterCount(p);
@@ -113,6 +141,24 @@ Status Unfold(const Context& ctx, const ConvProblem& p, int64_t channels, const 
 }
 
 }  // namespace
+
+Status StemPlanesFprop(const Context& ctx, const ConvProblem& p, const Epilogue& e, const void* x,
+                       const void* w, const void* bias, void* y, void* z, Workspace workspace,
+                       const std::string& what) {
+  Device device;
+  JAXCONV_RETURN_IF_ERROR(CurrentDevice(what, &device));
+  const ConvProblem q = stem::PlanesAsChannels(p);
+  char* folded = static_cast<char*>(workspace.data);
+  char* filter = folded + stem::FoldedBytes(q);
+  const bool half = SizeOf(p.dtype) == 2;
+  JAXCONV_RETURN_IF_ERROR(half ? Fold<uint16_t>(ctx, p, q.c, x, folded, what)
+                               : Fold<uint32_t>(ctx, p, q.c, x, folded, what));
+  JAXCONV_RETURN_IF_ERROR(half ? FoldFilter<uint16_t>(ctx, p, q, w, filter, what)
+                               : FoldFilter<uint32_t>(ctx, p, q, w, filter, what));
+  const bool narrow_in = stem::RefuseNarrowIn(ConvOp::kFprop, q, device).empty();
+  return (narrow_in ? StemNarrowIn : StemMma)(ctx, ConvOp::kFprop, q, e, folded, filter, bias, y, z,
+                                              what);
+}
 
 Status StemPlanesWgrad(const Context& ctx, const ConvProblem& p, int64_t splits, const void* x,
                        const void* dy, void* dw, Workspace workspace, const std::string& what) {

@@ -29,8 +29,11 @@ const Kernel* Find(const Plan& plan) {
 }  // namespace
 
 Status StemFprop(const Context& ctx, const ConvProblem& p, const Epilogue& e, const Plan& plan,
-                 const void* x, const void* w, const void* bias, void* y, void* z, Workspace) {
+                 const void* x, const void* w, const void* bias, void* y, void* z,
+                 Workspace workspace) {
   const std::string what = Describe("conv_fprop", p, plan);
+  if (plan.kernel == "stem/planes")
+    return conv::StemPlanesFprop(ctx, p, e, x, w, bias, y, z, workspace, what);
   const Kernel* kernel = Find(plan);
   if (kernel == nullptr) return Status::Internal(what + ": no launcher");
   return kernel->forward(ctx, ConvOp::kFprop, p, e, x, w, bias, y, z, what);
