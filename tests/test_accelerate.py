@@ -2286,3 +2286,32 @@ def test_ours_may_take_laxs_and_flaxs_place_everywhere(monkeypatch):
     ):
         y, _ = module.init_with_output(KEY, X)
         assert y.shape == (2, 6, 6, 4)
+
+
+WIDER = [("float16", "float32"), ("bfloat16", "float32"), ("bfloat16", "float64"), ("float32", "float64")]
+
+
+@pytest.mark.skipif(helpers.PLATFORM != "cpu", reason="XLA has each of these pairs on a CPU alone")
+@pytest.mark.parametrize(("dtype", "wider"), WIDER)
+@pytest.mark.parametrize("as_type", [jnp.dtype, lambda name: jnp.dtype(name).type], ids=["dtype", "type"])
+def test_a_sum_in_a_wider_type_is_laxs(x64, dtype, wider, as_type):
+    """preferred_element_type. A float32 convolution with sums in float64 had sums in float32, and raised where
+    something was behind it: NumPy's dtype float64 equals None."""
+    x, w, v = (array(i, shape, dtype) for i, shape in enumerate([(2, 5, 5, 3), (3, 3, 3, 4), (3, 6)]))
+    how = dict(preferred_element_type=as_type(wider))
+
+    def conv(by, x, w):
+        return by(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"), **how)
+
+    for f, operands in (
+        (functools.partial(conv, lax.conv_general_dilated), (x, w)),
+        (lambda x, v: lax.dot_general(x, v, (((3,), (0,)), ((), ())), **how), (x, v)),
+    ):
+        for g in (f, lambda x, w, f=f: jax.nn.relu(f(x, w) + 1)):
+            wanted = jax.jit(g)(*operands)
+            for ours in (jax.jit(accelerate(g)), jaxconv.freeze(g)):
+                assert ours(*operands).dtype == wanted.dtype == wider
+                np.testing.assert_array_equal(ours(*operands), wanted)
+    ours, wanted = (conv(by, x, w) for by in (jaxconv.conv_general_dilated, lax.conv_general_dilated))
+    assert ours.dtype == wanted.dtype
+    np.testing.assert_array_equal(ours, wanted)

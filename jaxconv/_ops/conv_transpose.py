@@ -398,7 +398,7 @@ def conv_general_dilated(
         or x.dtype != w.dtype
         or x.dtype.name not in _problem.DTYPES
         or batch_group_count != 1
-        or preferred_element_type not in (None, x.dtype, x.dtype.type)
+        or (preferred_element_type is not None and jnp.dtype(preferred_element_type) != x.dtype)
         or any(value is not None for value in lax_only.values())
         or not all(map(_problem.is_number, (*x.shape[1:], *w.shape)))
         or 0 in (*x.shape[1:], *w.shape)

@@ -305,7 +305,7 @@ def check_conv(node: Node) -> None:
         raise Refusal("it has batch groups")
     if _fused.conv_layout(numbers, nd) is None:
         raise Refusal("jaxconv has channels-last and channels-first convolutions of 1 to 3 dimensions")
-    if x.dtype != w.dtype or p["preferred_element_type"] not in (None, x.dtype) or x.dtype.name not in _problem.DTYPES:
+    if not x.dtype == w.dtype == node.outputs[0].dtype or x.dtype.name not in _problem.DTYPES:
         raise Refusal(f"its types are {x.dtype} and {w.dtype} -> {node.outputs[0].dtype}")
     if p.get("out_sharding") is not None:
         raise Refusal("its result has a sharding of its own")
@@ -378,7 +378,7 @@ def check_dense(node: Node, swapped: Node | None = None) -> None:
     plain = p["dimension_numbers"] == (((len(x.shape) - 1,), (0,)), ((), ())) and len(w.shape) == 2
     if swapped is None and not plain:
         raise Refusal("jaxconv's products are (..., K) @ (K, N)")
-    if x.dtype != w.dtype or p["preferred_element_type"] not in (None, x.dtype) or x.dtype.name not in _problem.DTYPES:
+    if not x.dtype == w.dtype == node.outputs[0].dtype or x.dtype.name not in _problem.DTYPES:
         raise Refusal(f"its types are {x.dtype} and {w.dtype} -> {node.outputs[0].dtype}")
     if p.get("out_sharding") is not None:
         raise Refusal("its result has a sharding of its own")
