@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import pickle
+import re
 from typing import Any
 
 import flax.linen as nn
@@ -14,10 +15,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 from flax_cases import KEY, randomised
-from helpers import of_cpu, targets, with_hoppers_code
+from helpers import H100, of_cpu, targets, with_hoppers_code
 from jax import export, lax
 
 import jaxconv
+from jaxconv import _plan
 from jaxconv._core import primitives
 from jaxconv.quantize import calibrate, scales
 
@@ -745,6 +747,24 @@ def test_attention_of_other_batches_and_lengths():
     checks = jaxconv.export_checks()
     exported = export.export(jax.jit(frozen), disabled_checks=checks)(jax.ShapeDtypeStruct((n, 6, 8), jnp.float32))
     np.testing.assert_allclose(exported.call(x[3]), frozen(x[3]), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("quantize", "type_"), [("int8", "i8"), ("float8_e4m3fn", "f8E4M3FN")])
+def test_what_xlas_8_bit_products_read_lies_in_memory(quantize, type_):
+    """On a GPU: an operand that was transposed and rounded inside of the product's kernel made wrong int8 answers."""
+    model, x = Attention(), np.ones((1, 6, 8), np.float32)
+    variables = model.init(KEY, x)
+    frozen = jaxconv.freeze(
+        model.apply,
+        variables,
+        quantize=quantize,
+        calibrate=[np.random.default_rng(1).standard_normal((4, 6, 8)).astype(np.float32)],
+    )
+    with _plan.Device.assumed(H100):
+        text = jax.jit(frozen).trace(x).lower(lowering_platforms=("cuda",)).as_text()
+    read = re.findall(rf"stablehlo.dot_general (%\w+), .*\(tensor<6x\w+x{type_}>, ", text)
+    made = dict(re.findall(r"(%\w+) = stablehlo\.(\w+)", text))
+    assert len(read) == 5 and {made[name] for name in read} == {"optimization_barrier"}
 
 
 def test_an_empty_batch():
