@@ -9,9 +9,10 @@ import dataclasses
 import random
 
 import pytest
-from helpers import A100, H200
+from helpers import A100, H100, H200
 from jax import lax
 
+from jaxconv import _plan
 from jaxconv._plan import Device, Plan, made
 from jaxconv._plan.domain import conv_refusal, conv_workspace
 from jaxconv._problem import ConvProblem
@@ -218,3 +219,17 @@ def test_planes_are_channels_where_the_filter_has_few_of_them():
     assert "it needs fprop or wgrad" in refusal("planes", "conv_dgrad", p)
     assert "one tile" in refusal("planes", "conv_wgrad", p, tile="64x64")
     assert "several planes" in refusal("planes", "conv_wgrad", problem())
+
+
+@pytest.mark.parametrize("op", ["conv_fprop", "conv_wgrad"])
+def test_a_volumes_first_layer_is_planes_by_default_on_hopper(op):
+    """Where no table has it; of a kind that was measured."""
+    volume = dict(batch=8, c=1, k=32, extent=(64, 64, 64), filter=(3, 3, 3), padding=1, dtype="bfloat16")
+    for changes in ({}, dict(batch=1), dict(c=2), dict(k=64), dict(dtype="float16")):
+        for device in (H100, H200):
+            plan = _plan.plan(op, problem(**volume | changes), device)
+            assert plan.kernel == "stem/planes", (changes, plan.reason)
+    for changes in (dict(c=3), dict(extent=(16, 64, 64)), dict(stride=2), dict(filter=(5, 3, 3)), dict(k=8)):
+        plan = _plan.plan(op, problem(**volume | dict(batch=1) | changes), H100)
+        assert plan.kernel != "stem/planes", (changes, plan.reason)
+    assert _plan.plan(op, problem(**volume), A100).implementation == "xla"

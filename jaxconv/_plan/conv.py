@@ -180,6 +180,14 @@ class Conv(Planner):
         two = calls("two", "a convolution, then its activation")
         return two(f"{reason}; {slow_activation(p)}") if algorithm else None
 
+    def overruled(self, p: ConvProblem, device: Device, best: Plan | None) -> Plan | None:
+        """A volume's first layer is stem/planes' where that was not measured near (docs/kernels/stem.md)."""
+        why = stem.first_of_a_volume(self.op, p, device) if self.op in ("conv", "conv_fprop", "conv_wgrad") else None
+        if why is None or measured.nearest(self.op, p, device, "stem/planes") is not None:
+            return None
+        planes = self.made("stem/planes", p, device)
+        return dataclasses.replace(planes, reason=why) if isinstance(planes, Plan) else None
+
     def features(self, p: ConvProblem) -> Features:
         """Coordinates: pixels of y, C / groups, K / groups, groups."""
         group_c, group_k = p.in_channels // p.groups, p.out_channels // p.groups
