@@ -134,6 +134,10 @@ LEFT = {
     "clipped beyond the type": lambda x, w, s, b, r: jnp.clip(jnp.round(f32(conv(x, w)) * s), -200, 200).astype(
         jnp.int8
     ),
+    "clamps without a common number": lambda x, w, s, b, r: lax.clamp(
+        10.0, lax.clamp(-100.0, jnp.round(f32(conv(x, w)) * s), 0.0), 120.0
+    ).astype(jnp.int8),
+    "bounds above zero": lambda x, w, s, b, r: jnp.clip(jnp.round(f32(conv(x, w)) * s), 5, 120).astype(jnp.int8),
     "an empty interval": lambda x, w, s, b, r: jnp.minimum(jnp.maximum(jnp.round(f32(conv(x, w)) * s), 5), 2).astype(
         jnp.int8
     ),
@@ -146,6 +150,59 @@ def test_what_is_no_saturation_stays_the_programs(case):
     assert traced(f) == "conv of 8 bits + scale"
     plain, ours = (np.asarray(jax.jit(g)(X, W, S, B, R), int) for g in (f, jaxconv.accelerate(f)))
     assert np.mean(plain != ours) <= 1e-3
+
+
+def test_nan_and_infinite_scales():
+    """NaN is 0 in integers, infinity the largest number; in float32 both stay what they are."""
+    s = S.copy()
+    s[:4] = np.nan, np.inf, -np.inf, 1e38
+    for low, high, dtype in ((-128, 127, jnp.int8), (5, 200, jnp.uint8), (-90, -3, jnp.int8)):
+
+        def f(x: Any, w: Any, s: Any, low: int = low, high: int = high, dtype: Any = dtype) -> Any:
+            z = f32(conv(x, w)) * s
+            return jnp.clip(jnp.round(jnp.where(jnp.isnan(z), 0.0, z)), low, high).astype(dtype), z
+
+        def g(x: Any, w: Any, s: Any, low: int = low, high: int = high, dtype: Any = dtype) -> Any:
+            return jnp.clip(jnp.round(f32(conv(x, w)) * s), low, high).astype(dtype)
+
+        (plain, sums), ours = helpers.of_cpu(f, X, W, s), jax.jit(jaxconv.accelerate(g))(X, W, s)
+        known = ~np.isnan(np.asarray(sums))  # XLA does not say which integer a NaN becomes
+        np.testing.assert_array_equal(np.asarray(ours)[known], np.asarray(plain)[known])
+    alone = jax.jit(jaxconv.accelerate(lambda x, w, s: f32(conv(x, w)) * s))(X, W, s)
+    np.testing.assert_array_equal(np.isinf(alone), np.isinf(sums))
+    np.testing.assert_array_equal(np.isnan(alone), np.isnan(sums))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_sums_that_are_rounded_to_16_bits_stay_rounded(dtype):
+    """float16's infinities, too."""
+
+    def f(x: Any, w: Any, s: Any) -> Any:
+        return f32(conv(x, w).astype(dtype)) * s
+
+    (finding,) = jaxconv.accelerate(f).report(X, W, S)
+    assert finding.fused == "conv of 8 bits"
+    plain, ours = helpers.of_cpu(f, X, W, S), jax.jit(jaxconv.accelerate(f))(X, W, S)
+    np.testing.assert_array_equal(ours, plain)
+
+
+@pytest.mark.parametrize(
+    ("x", "w"),
+    [
+        ((2, 6, 6, 0), (3, 3, 0, 16)),
+        ((2, 6, 6, 8), (3, 3, 8, 0)),
+        ((2, 0, 6, 8), (3, 3, 8, 16)),
+        ((0, 6, 6, 8), (3, 3, 8, 16)),
+    ],
+)
+def test_empty_extents(x, w):
+    def f(x: Any, w: Any) -> Any:
+        return f32(conv(x, w)) * 0.5
+
+    x, w = np.ones(x, np.int8), np.ones(w, np.int8)
+    np.testing.assert_array_equal(jax.jit(jaxconv.accelerate(f))(x, w), helpers.of_cpu(f, x, w))
+    with Device.assumed(helpers.H100):
+        jax.jit(jaxconv.accelerate(f)).trace(x, w).lower(lowering_platforms=("cuda",))
 
 
 def test_float8():

@@ -603,6 +603,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         "residual has dtype int16, expected one of",
     ),
     "float8_filters": (dict(scale=1.0, w=np.zeros((1, 1, 16, 16), jnp.float8_e5m2)), TypeError, "expected two of"),
+    "no_filters": (dict(scale=1.0, w=None), TypeError, "w must be an array, got NoneType"),
     "wide_filters": (dict(scale=1.0, w=np.zeros((1, 1, 16, 16), np.float32)), TypeError, "w has dtype float32"),
     "wide_images": (dict(scale=1.0, x=np.zeros((1, 4, 4, 16), np.float32)), TypeError, "x has dtype float32"),
     "preactivation": (dict(scale=1.0, return_preactivation=True), ValueError, "return_preactivation=True"),

@@ -120,7 +120,7 @@ def test_numpy_integers_and_arrays_are_taken_as_numbers():
     x, w = jnp.ones((1, 8, 8, 2)), jnp.ones((3, 3, 2, 4))
     plain = jaxconv.conv2d(x, w, stride=2, padding=((1, 1), (1, 1)), dilation=1)
     numpy_ = jaxconv.conv2d(
-        x, w, stride=np.int32(2), padding=np.array([[1, 1], [1, 1]]), dilation=np.array([1, 1]), groups=np.int64(1)
+        x, w, stride=np.array(2), padding=np.array([[1, 1], [1, 1]]), dilation=np.array([1, 1]), groups=np.int64(1)
     )
     np.testing.assert_array_equal(plain, numpy_)
 
@@ -422,6 +422,12 @@ BAD_CONV = {
         dict(stride=(1, 2, 3)),
         ValueError,
         ("stride=(1, 2, 3) has 3 entries, expected an int or 2 of them",),
+    ),
+    "implementation_an_array": (
+        {},
+        dict(implementation=np.array("native")),
+        ValueError,
+        ("implementation=array('native'", "is unknown, expected None, 'native' or 'xla'"),
     ),
     "stride_a_string": ({}, dict(stride="12"), TypeError, ("stride must be an integer, got '12'",)),
     "dilation_zero": ({}, dict(dilation=(0, 1)), ValueError, ("dilation=(0, 1) must be at least 1",)),

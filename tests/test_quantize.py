@@ -353,12 +353,13 @@ def test_layers_in_a_loop_stay_wide():
     def f(weights: Any, x: Any) -> Any:
         first, others = (jnp.asarray(w, jnp.float32) for w in weights)
         x = jax.nn.relu(_chain([first], x))
-        return lax.scan(lambda x, w: (jax.nn.relu(_chain([w], x)), None), x, others)[0]
+        return lax.scan(lambda x, w: (jax.nn.relu(_chain([w], x @ w[1, 1])), None), x, others)[0]
 
     q = jaxconv.freeze(f, weights, quantize="int8", calibrate=[X])
-    assert [(layer.filter, layer.why) for layer in q.quantization] == [
-        ((3, 3, 3, 16), "the first layer: it reads the inputs"),
-        ((3, 3, 16, 16), "it is inside scan"),
+    assert [(layer.what, layer.filter, layer.why) for layer in q.quantization] == [
+        ("conv", (3, 3, 3, 16), "the first layer: it reads the inputs"),
+        ("dense", (16, 16), "it is inside scan"),
+        ("conv", (3, 3, 16, 16), "it is inside scan"),
     ]
     np.testing.assert_allclose(q(X), jaxconv.freeze(f, weights)(X), rtol=1e-5, atol=1e-5)
 
@@ -644,6 +645,11 @@ BAD = {
     "a type": (dict(quantize=jnp.int8, calibrate=[X]), "is unknown, expected one of int8, float8_e4m3fn"),
     "nothing to calibrate": (dict(quantize="int8"), "was given without calibrate, expected batches of inputs"),
     "nothing to quantise": (dict(calibrate=[X]), "calibrate was given without quantize, expected quantize= with it"),
+    "an array to quantise": (dict(calibrate=X), "calibrate was given without quantize, expected quantize= with it"),
+    "wide is None": (
+        dict(quantize="int8", calibrate=[X], wide=None),
+        "wide=None, expected a sequence of layers' names",
+    ),
     "wide alone": (dict(wide=("a",)), "wide was given without quantize, expected quantize= with it"),
     "wide as text": (dict(quantize="int8", calibrate=[X], wide="a"), "wide='a', expected a sequence of layers' names"),
     "no batches": (dict(quantize="int8", calibrate=[]), "calibrate has no batches, expected at least one"),

@@ -190,10 +190,15 @@ def _arrays(
 ) -> tuple[list[Any], dict[str, Any]]:
     """([x, w, b], the rest by name) as arrays, or None."""
     given = {"x": x, "w": w, "b": b, "residual": residual}
-    arrays = {k: v if v is None else as_mask(name, k, v) for k, v in given.items()}
+    arrays = {k: v if v is None and k not in "xw" else as_mask(name, k, v) for k, v in given.items()}
     scales = {"scale": scale, "residual_scale": residual_scale, "out_scale": out_scale}
     numbers = {k: v if v is None else scale_of(name, k, v, scalar=k != "scale") for k, v in scales.items()}
     return [arrays[k] for k in "xwb"], {"residual": arrays["residual"], **numbers}
+
+
+def apply(p: ScaledConvProblem, *operands: Array) -> Array:
+    """The kernel, or its meaning where there is nothing to sum up or to write."""
+    return reference.conv_scaled(p, *operands)[0] if p.empty else jax.tree.leaves(kernel(p, *operands))[0]
 
 
 def _call(
@@ -210,7 +215,7 @@ def _call(
     if scale is not None and scale.shape == ():
         scale = jnp.broadcast_to(scale, (p.out_channels,))
     args = [x, w, *(a for a in (scale, b, residual, residual_scale, out_scale) if a is not None)]
-    return reference.conv_scaled(p, *args)[0] if p.empty else kernel(p, *args)
+    return apply(p, *args)
 
 
 def run(

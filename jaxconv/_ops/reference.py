@@ -160,8 +160,8 @@ def conv_scaled(p: ScaledConvProblem, x: jax.Array, w: jax.Array, *rest: jax.Arr
         y = v.astype(out_dtype)                         # 8 bits: rounded to nearest even, saturated
 
     Every operation is one of float32, rounded by itself: see `_product`. So with sums of integers, and without an
-    activation or with relu, relu6 and leaky_relu, y is the same bits wherever it is computed, as long as no product
-    overflows float32. NaN becomes 0 in integers, and stays NaN in float8.
+    activation or with relu, relu6 and leaky_relu, y is the same bits wherever it is computed. NaN becomes 0 in
+    integers, and stays NaN in float8.
     """
     return conv_scaled_epilogue(p, conv_scaled_sums(p, x, w), *rest)
 
@@ -258,10 +258,10 @@ def _product(a: jax.Array, b: jax.Array) -> jax.Array:
     """a * b, rounded to float32.
 
     XLA's CPU and GPU code lets a sum take its products in without rounding them (a fused multiply-add), or does not, as
-    the machine has it. It does not look through a clamp, which changes no finite number.
+    the machine has it. It does not look through a clamp, which changes no finite number; infinities are put back.
     """
-    largest = float(np.finfo(np.float32).max)
-    return jnp.clip(a * b, -largest, largest)
+    largest, product = float(np.finfo(np.float32).max), a * b
+    return jnp.where(jnp.isinf(product), product, jnp.clip(product, -largest, largest))
 
 
 def narrowed(v: jax.Array, dtype: str) -> jax.Array:

@@ -161,7 +161,8 @@ def family_of(algorithm: str) -> str:
 
 
 def check_choice(where: str, implementation: Any, algorithm: Any, algorithms: tuple[str, ...]) -> None:
-    if implementation is not None and implementation not in IMPLEMENTATIONS:
+    known = isinstance(implementation, str) and implementation in IMPLEMENTATIONS
+    if implementation is not None and not known:
         raise ValueError(f"{where}: implementation={implementation!r} is unknown, expected None, 'native' or 'xla'")
     # A family, or one kernel of it with or without its tile: "sm90", "sm90/halo", "sm90/product 128x256".
     known = isinstance(algorithm, str) and algorithm == algorithm.strip() and family_of(algorithm) in algorithms
@@ -187,7 +188,7 @@ def integer(where: str, argument: str, value: Any) -> int:
 
 def integers(where: str, argument: str, value: Any, nd: int, minimum: int) -> tuple[int, ...]:
     """An int, or `nd` of them -> a tuple of `nd` ints of at least `minimum`."""
-    if (isinstance(value, Sequence) and not isinstance(value, str)) or isinstance(value, np.ndarray):
+    if (isinstance(value, Sequence) and not isinstance(value, str)) or (isinstance(value, np.ndarray) and value.ndim):
         values = tuple(integer(where, argument, v) for v in value)
     else:
         values = (integer(where, argument, value),) * nd

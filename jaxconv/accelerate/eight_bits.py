@@ -117,8 +117,14 @@ class _Chain:
         return None
 
     def convert(self) -> None:
+        """Not to 16 bits and back: the numbers would be those before they were rounded."""
         node = self.follow("convert_element_type")
         while node is not None and node.outputs[0].dtype.name in _RESULTS:
+            rounded = any(
+                one.name == "convert_element_type" and one.outputs[0].dtype.itemsize == 2 for one in self.nodes
+            )
+            if rounded and node.outputs[0].dtype.itemsize > self.z.dtype.itemsize:
+                return
             self.take(node)
             node = self.follow("convert_element_type")
 
@@ -161,7 +167,7 @@ class _Chain:
                 rounded = True
             elif (node := ahead.follow("clamp")) is not None and node.inputs[1] is ahead.z:
                 bounds = [number_of(scalar_of(v)) for v in (node.inputs[0], node.inputs[2])]
-                if None in bounds:
+                if None in bounds or bounds[0] > min(bounds[1], high) or bounds[1] < low:  # then their order counts
                     return None
                 low, high = max(low, bounds[0]), min(high, bounds[1])
             elif (other := ahead._other("max")) is not None:
@@ -185,7 +191,8 @@ class _Chain:
             info = jnp.iinfo(dtype)
             least, largest = float(info.min), float(info.max)
             whole = low == round(low) and high == round(high) if math.isfinite(low) and math.isfinite(high) else False
-            if not rounded or not whole:
+            # NaN is 0 in the kernel, and bounds inside of the type's come behind it
+            if not rounded or not whole or not low <= 0 <= high:
                 return None
         else:
             largest = float(jnp.finfo(dtype).max)
@@ -392,8 +399,7 @@ def _refuse_slower(operands_of_call: Callable[..., Any], inputs: Sequence[Value]
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _with_derivative(problem: ScaledConvProblem, *operands: Array) -> Array:
     """The kernel, which has no derivative, with that of its meaning: in scale, bias and residual."""
-    (y,) = jax.tree.leaves(conv_scaled.kernel(problem, *operands))
-    return y
+    return conv_scaled.apply(problem, *operands)
 
 
 @_with_derivative.defjvp

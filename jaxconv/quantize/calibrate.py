@@ -40,14 +40,14 @@ def check_options(quantize: Any, calibrate: Any, wide: Any) -> None:
     """Confirms freeze's arguments, before anything is read."""
     if quantize is None:
         for name, value in (("calibrate", calibrate), ("wide", wide)):
-            if value is not None and value != ():
+            if value is not None and not (isinstance(value, tuple) and not value):
                 raise ValueError(f"freeze: {name} was given without quantize, expected quantize= with it")
         return
     if not isinstance(quantize, str) or quantize not in DTYPES:
         raise ValueError(f"freeze: quantize={quantize!r} is unknown, expected one of {', '.join(DTYPES)}")
     if calibrate is None:
         raise ValueError(f"freeze: quantize={quantize!r} was given without calibrate, expected batches of inputs")
-    if isinstance(wide, str) or not all(isinstance(name, str) for name in wide):
+    if isinstance(wide, str) or not np.iterable(wide) or not all(isinstance(name, str) for name in wide):
         raise TypeError(f"freeze: wide={wide!r}, expected a sequence of layers' names")
 
 

@@ -171,7 +171,7 @@ class Reading:
         layers = []
         for eqn in (eqn for inner in primitives.inner_jaxprs(node.eqn, None) for eqn in primitives.equations(inner)):
             if (name := eqn.primitive.name) in (*CONVOLUTIONS, *PRODUCTS, "jaxconv_conv_dgrad"):
-                what, shape = "conv" if "conv" in name else "dense", tuple(eqn.invars[1].aval.shape)
+                what, shape = "dense" if name in PRODUCTS else "conv", tuple(eqn.invars[1].aval.shape)
                 layers.append(Layer(node, what, str(node.name_stack), "", shape, f"it is inside {node.name}"))
         return layers
 
