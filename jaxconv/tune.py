@@ -532,7 +532,12 @@ def ways(f: Callable[..., Any], args: Sequence[Any], gradient: bool) -> dict[str
     has_aux = gradient and isinstance(jax.eval_shape(f, *args), tuple)
 
     def whole(g: Callable[..., Any]) -> Callable[..., Any]:
-        return jax.value_and_grad(g, has_aux=has_aux) if gradient else g
+        @functools.wraps(g)
+        def loss(*args: Any) -> tuple[Any, Any]:
+            first, *rest = g(*args)
+            return first, tuple(rest)
+
+        return jax.value_and_grad(loss if has_aux else g, has_aux=has_aux) if gradient else g
 
     functions = whole(f), whole(f), whole(accelerate(f))
     return dict(zip(WAYS, zip(functions, (False, True, False), strict=True), strict=True))

@@ -10,6 +10,7 @@ import importlib
 import inspect
 import pickle
 import re
+import types
 from typing import Any
 
 import helpers
@@ -1860,6 +1861,61 @@ def test_a_report_changes_no_plain_object():
     accelerate(model).report(X)
     assert model.mean is before and model.log == [] and model.last == {}
     assert getattr(getattr(model, "child", None), "value", None) is None
+
+
+class Counted:
+    calls = jnp.zeros(())
+
+
+class CountedMore(Counted):
+    total: Any = 0.0
+
+    def __call__(self, x: Any) -> Any:
+        y = conv(x, W)
+        Counted.calls, type(self).total = Counted.calls + 1, self.total + y.sum()
+        return y
+
+
+def test_classes_queues_and_a_functions_own_attributes_keep_no_tracer():
+    last, names = collections.deque(maxlen=2), types.SimpleNamespace(y=0)
+
+    def f(x: Any) -> Any:
+        y = conv(x, W)
+        f.sum = getattr(f, "sum", 0) + y
+        last.append(y)
+        names.y = y
+        return y
+
+    ours, counted = accelerate(f), accelerate(CountedMore())
+    for _ in range(3):
+        y = ours(X)
+        counted(X)
+    assert_same(f.sum, 3 * y, terms=36)
+    assert len(last) == 2 and not any(isinstance(a, jax.core.Tracer) for a in (*last, names.y, f.sum))
+    assert float(Counted.calls) == 3
+    assert_same(CountedMore.total, 3 * y.sum(), terms=400)
+
+
+@pytest.mark.parametrize("way", ["call", "report"])
+def test_an_exception_leaves_what_was_there(way):
+    """A step that raised left tracers behind, and each later one raised too."""
+    state: dict[str, Any] = {"n": jnp.zeros(()), "seen": []}
+
+    def f(x: Any) -> Any:
+        state["n"] = state["n"] + 1
+        state["seen"].append(x.sum())
+        f.last = conv(x, W)
+        if x.shape[0] == 1:
+            raise ValueError("one image")
+        return f.last
+
+    ours = accelerate(f)
+    ours(X)
+    with pytest.raises(ValueError, match="one image"):
+        (ours if way == "call" else ours.report)(X[:1])
+    assert float(state["n"]) == 1 and len(state["seen"]) == 1 and f.last.shape[0] == len(X)
+    ours(X)
+    assert float(state["n"]) == 2 and len(state["seen"]) == 2
 
 
 def test_variables_of_closures_and_globals_keep_no_tracer():

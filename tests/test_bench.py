@@ -81,6 +81,31 @@ def test_ways_are_the_functions_that_they_say(program, monkeypatch):
     assert bench(loss, *args, ways=["plain", "accelerate"])[-1].difference == pytest.approx(0.5)
 
 
+@pytest.mark.parametrize(
+    ("result", "expected", "difference"),
+    [
+        ([1.0, np.nan], [1.0, np.nan], 0.0),
+        ([np.nan], [1.0], np.inf),
+        ([1.0], [np.nan], np.inf),
+        ([np.inf, 100], [np.inf, 1], 99.0),
+        ([-np.inf], [np.inf], np.inf),
+        ([0.5j], [1j], 0.5),
+        (jnp.ones(3, jnp.bfloat16), 2 * jnp.ones(3, jnp.bfloat16), 0.5),
+        (jax.random.key(1), jax.random.key(1), 0.0),
+        ([True], [False], 1.0),
+    ],
+)
+def test_differences_of_what_is_not_finite_are_seen(result, expected, difference):
+    assert _bench._difference(*(a if hasattr(a, "dtype") else np.array(a) for a in (result, expected))) == difference
+
+
+def test_all_but_a_loss_first_result_is_auxiliary():
+    f = lambda x: ((x * x).sum(), x, {"y": 2 * x})  # noqa: E731
+    x = jnp.arange(3.0)
+    (value, (same, other)), gradient = _bench.ways_of(f, [x], True)["plain"][0](x)
+    assert float(value) == 5 and other["y"][2] == 4 and (same == x).all() and (gradient == 2 * x).all()
+
+
 def test_enable_is_on_for_its_own_way_alone(monkeypatch):
     x, w = jnp.asarray(normal(0, (2, 8, 8, 4)), "float32"), jnp.asarray(normal(1, (3, 3, 1, 4)), "float32")
     seen = []

@@ -295,6 +295,15 @@ def test_static_arguments_of_a_jitted_function():
         with pytest.raises(jax.errors.TracerBoolConversionError):
             tool(f.__wrapped__)(X, train=True)
 
+    @functools.partial(jax.jit, static_argnames="mode", static_argnums=1)
+    def g(x, n, mode):
+        return n * jaxconv.conv2d(x, W, stride=2 if mode == "half" else 1)
+
+    for h in (g, jaxconv.accelerate(g)):
+        assert jaxconv.cost(h)(X, 2, mode="all")["flops"] > 3 * jaxconv.cost(h)(X, 2, mode="half")["flops"]
+        assert "s2" in str(jaxconv.explain(h)(X, 2, mode="half")[0].problem)
+        assert jaxconv.launches(h)(X, 2, mode="half").total
+
 
 def test_explain_keeps_nothing():
     """In a program that accelerates nothing: what accelerated functions find asks for traces that JAX keeps."""

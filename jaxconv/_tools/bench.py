@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import dataclasses
 import functools
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -120,17 +121,27 @@ def _call(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def _difference(result: Any, expected: Any) -> float:
-    """The largest difference of two trees of arrays, relative to the largest element of each array."""
+    """The largest difference of two trees of arrays, relative to the largest finite element of each array.
+
+    Infinity where one of two elements is NaN, or where an infinity is not met by the same one.
+    """
     largest = 0.0
     for a, b in zip(jax.tree.leaves(result), jax.tree.leaves(expected), strict=True):
+        if hasattr(b, "dtype") and jax.dtypes.issubdtype(b.dtype, jax.dtypes.prng_key):
+            a, b = jax.random.key_data(a), jax.random.key_data(b)
         a, b = np.asarray(a), np.asarray(b)
-        if not np.issubdtype(b.dtype, np.number) or b.size == 0:
+        if not jax.dtypes.issubdtype(b.dtype, np.number) or b.size == 0:
             if b.dtype == bool:
                 largest = max(largest, float(np.any(a != b)))
             continue
-        a, b = a.astype(np.complex128), b.astype(np.complex128)
-        scale = float(np.abs(b).max()) or 1.0
-        largest = max(largest, float(np.abs(a - b).max()) / scale)
+        wide = np.complex128 if np.iscomplexobj(b) else np.float64
+        a, b = a.astype(wide), b.astype(wide)
+        finite = np.isfinite(a) & np.isfinite(b)
+        if not np.array_equal(a[~finite], b[~finite], equal_nan=True):
+            return math.inf
+        if finite.any():
+            off, scale = np.abs(a[finite] - b[finite]).max(), np.abs(b[finite]).max()
+            largest = max(largest, float(off) / (float(scale) or 1.0))
     return largest
 
 

@@ -22,6 +22,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from jaxconv import _problem
 from jaxconv._core import compat
 from jaxconv._core.types import OfArguments, P
+from jaxconv._tools.traced import traced
 
 # Instructions for which nothing runs.
 SILENT = frozenset(
@@ -108,8 +109,8 @@ def launches(f: Callable[P, Any]) -> OfArguments[P, Launches]:
     _problem.check_function("launches", f)
 
     def counted(*args: Any, **kwargs: Any) -> Launches:
-        lower = f.lower if hasattr(f, "lower") else jax.jit(f).lower
-        return compiled(lower(*args, **kwargs))[1]
+        lowered = f.lower(*args, **kwargs) if hasattr(f, "lower") else traced(f, args, kwargs).lower()
+        return compiled(lowered)[1]
 
     return counted
 

@@ -201,10 +201,14 @@ def trace(f: Callable[..., Any], args: Any, kwargs: Any, name: str = "accelerate
 
     def of_arrays(*args: Any, **kwargs: Any) -> list[Any]:
         nonlocal tree, leaves, places, own
-        with given.of(jax.tree.leaves((args, kwargs))) as (args, kwargs, after):
-            out = f(*args, **kwargs)
-            attributes = plain.take(compat.current_trace())
-            leaves, tree = jax.tree.flatten((out, after(), keras.take(), (attributes,)))
+        try:
+            with given.of(jax.tree.leaves((args, kwargs))) as (args, kwargs, after):
+                out = f(*args, **kwargs)
+                attributes = plain.take(compat.current_trace())
+                leaves, tree = jax.tree.flatten((out, after(), keras.take(), (attributes,)))
+        except BaseException:  # f's, which leaves its objects as they were
+            plain.take(compat.current_trace())
+            raise
         own = len(jax.tree.leaves(out))
         # Everything else is returned as it is: a Python number, an array that f closes over.
         results = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, jax.core.Tracer)}

@@ -8,7 +8,7 @@ import contextlib
 import functools
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -224,18 +224,28 @@ class PlainObjects:
         lists: dict[int, tuple[_Place, dict[Any, Any]]] = {}
         for name, value in values.items():
             place, key = self._changed[name]
-            if isinstance(place.of, list):  # f may have made it longer
+            if isinstance(place.of, _LISTS):  # f may have made it longer
                 lists.setdefault(id(place.of), (place, dict(place.content)))[1][key] = value
             else:
                 place.put(key, value)
         for place, content in lists.values():
-            place.of[:] = content.values()
+            _refill(place.of, content.values())
 
 
 # More of them are not looked through: a function that reaches so many does so by a library's.
 MOST_PLACES = 10_000
 _LIBRARIES = {"jax", "jaxlib", "jaxconv", "numpy", "scipy", "flax", "haiku", "equinox", "keras", "optax", "tensorflow"}
 _LIBRARIES |= {"torch", "pytest", "_pytest", *sys.stdlib_module_names}
+
+
+_LISTS = (list, collections.deque)
+
+
+def _refill(of: Any, values: Iterable[Any]) -> None:
+    """A list's, or a deque's."""
+    values = list(values)
+    of.clear()
+    of.extend(values)
 
 
 class _Place:
@@ -250,27 +260,31 @@ class _Place:
         if self._described:  # globals
             return f"{self._described}.{key}"
         kind = type(self.of).__name__
-        return f"{kind}[{key!r}]" if isinstance(self.of, (dict, list)) else f"{kind}.{key}"
+        return f"{kind}[{key!r}]" if isinstance(self.of, (dict, *_LISTS)) else f"{kind}.{key}"
 
     def put(self, key: Any, value: Any) -> None:
         if isinstance(self.of, types.CellType):
             self.of.cell_contents = value
-        elif isinstance(self.of, (dict, list)):
+        elif isinstance(self.of, (dict, *_LISTS)):
             self.of[key] = value
+        elif isinstance(self.of, type):
+            setattr(self.of, key, value)
         elif self._in_slot(key):
             object.__setattr__(self.of, key, value)  # frozen dataclasses too
         else:
             self.of.__dict__[key] = value
 
     def restore(self, keys: Sequence[Any], before: Mapping[Any, Any]) -> None:
-        if isinstance(self.of, list):
-            self.of[:] = before.values()
+        if isinstance(self.of, _LISTS):
+            _refill(self.of, before.values())
             return
         for key in keys:
             if key in before or isinstance(self.of, types.CellType):
                 self.put(key, before.get(key))
             elif isinstance(self.of, dict):
                 del self.of[key]
+            elif isinstance(self.of, type):
+                delattr(self.of, key)
             elif self._in_slot(key):
                 object.__delattr__(self.of, key)
             else:
@@ -286,7 +300,7 @@ def _places(roots: Sequence[Any]) -> Iterator[_Place]:
     held = []  # so that no id is used twice
     while queue and count < MOST_PLACES:
         one = queue.popleft()
-        if id(one) in seen or isinstance(one, (type, types.ModuleType, str, bytes, int, float)) or is_array(one):
+        if id(one) in seen or isinstance(one, (types.ModuleType, str, bytes, int, float)) or is_array(one):
             continue
         seen.add(id(one))
         held.append(one)
@@ -303,6 +317,7 @@ def _places(roots: Sequence[Any]) -> Iterator[_Place]:
                         queue.append(cell.cell_contents)
                         yield _Place(cell, {variable: cell.cell_contents}, variable)
             queue.extend((*(one.__defaults__ or ()), *(one.__kwdefaults__ or {}).values(), *vars(one).values()))
+            yield _Place(vars(one), dict(vars(one)), one.__name__)
             used = {name: one.__globals__[name] for name in _names(code) if name in one.__globals__}
             if used:
                 place = _Place(one.__globals__, used, str(one.__globals__.get("__name__", "globals")))
@@ -316,9 +331,14 @@ def _places(roots: Sequence[Any]) -> Iterator[_Place]:
             queue.extend(one)
         elif isinstance(one, dict):
             place = _Place(one, dict(one))
-        elif isinstance(one, list):
+        elif isinstance(one, _LISTS):
             place = _Place(one, dict(enumerate(one)))
-        elif not _of_a_library(type(one)) and not is_graph_node(one):
+        elif isinstance(one, type):
+            if not _of_a_library(one):
+                own = {k: v for k, v in vars(one).items() if not k.startswith("__") and not hasattr(v, "__get__")}
+                place = _Place(one, own)
+        elif (isinstance(one, types.SimpleNamespace) or not _of_a_library(type(one))) and not is_graph_node(one):
+            queue.extend(type(one).__mro__)
             content: dict[Any, Any] = {}
             with contextlib.suppress(AttributeError):
                 content.update(object.__getattribute__(one, "__dict__"))
