@@ -297,8 +297,8 @@ MUTANTS = [
     Mutant(
         "accelerate takes a conversion to int8 that rounds to zero for one that rounds to even",
         "jaxconv/accelerate/eight_bits.py",
-        "if not rounded or not whole:",
-        "if not whole:",
+        "if not rounded or not whole or",
+        "if not whole or",
         "tests/test_accelerate_integers.py -k no_saturation",
     ),
     Mutant(
