@@ -1896,6 +1896,41 @@ def test_classes_queues_and_a_functions_own_attributes_keep_no_tracer():
     assert_same(CountedMore.total, 3 * y.sum(), terms=400)
 
 
+class Answer:
+    """No pytree."""
+
+    def __init__(self, logits: Any):
+        self.logits = logits
+
+
+def test_results_that_hide_arrays_are_refused():
+    """They would hold tracers."""
+
+    def f(x: Any, way: str = "object") -> Any:
+        y = conv(x, W)
+        return {"object": Answer(y), "list in it": Answer([{"a": y}]), "closure": lambda: y}[way]
+
+    for way in ("object", "list in it", "closure"):
+        with pytest.raises(
+            TypeError, match=r"accelerate: the function returned a .* that holds arrays and is no pytree"
+        ):
+            accelerate(functools.partial(f, way=way))(X)
+    with pytest.raises(TypeError, match="freeze: the function returned a Answer"):
+        jaxconv.freeze(lambda w, x: Answer(conv(x, w)), W)(X)
+    kept = Answer(1)
+    assert accelerate(lambda x: (conv(x, W), kept))(X)[1] is kept
+
+    def pieces(x: Any) -> Any:
+        yield conv(x, W)
+
+    async def later(x: Any) -> Any:
+        return conv(x, W)
+
+    for g in (pieces, later, functools.partial(pieces)):
+        with pytest.raises(TypeError, match="accelerate: f is a generator or a coroutine, expected a function"):
+            accelerate(g)
+
+
 @pytest.mark.parametrize("way", ["call", "report"])
 def test_an_exception_leaves_what_was_there(way):
     """A step that raised left tracers behind, and each later one raised too."""

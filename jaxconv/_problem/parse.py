@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import operator
 from collections.abc import Sequence
 from typing import Any, Literal, get_args
@@ -74,6 +75,8 @@ def check_function(where: str, f: Any) -> None:
         )
     if not callable(f):
         raise TypeError(f"{where}: f must be a function, got {type(f).__name__}")
+    if inspect.isgeneratorfunction(f) or inspect.iscoroutinefunction(f) or inspect.isasyncgenfunction(f):
+        raise TypeError(f"{where}: f is a generator or a coroutine, expected a function that has run when it returns")
 
 
 def as_parameter(where: str, argument: str, value: Any, x: jax.Array) -> jax.Array:

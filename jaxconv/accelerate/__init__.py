@@ -28,7 +28,15 @@ from jaxconv.accelerate.activations import Activations
 from jaxconv.accelerate.function import Accelerated
 from jaxconv.accelerate.report import LISTENER, Report, heard_from_now_on, listening
 from jaxconv.accelerate.rewrite import Rewriting
-from jaxconv.accelerate.state import Arguments, KerasVariables, LinenVariables, PlainObjects, nnx_updates, unbound
+from jaxconv.accelerate.state import (
+    Arguments,
+    KerasVariables,
+    LinenVariables,
+    PlainObjects,
+    check_results,
+    nnx_updates,
+    unbound,
+)
 from jaxconv.joints import told
 
 __all__ = ["Accelerated", "Report", "accelerate", "listening"]
@@ -205,6 +213,7 @@ def trace(f: Callable[..., Any], args: Any, kwargs: Any, name: str = "accelerate
             with given.of(jax.tree.leaves((args, kwargs))) as (args, kwargs, after):
                 out = f(*args, **kwargs)
                 attributes = plain.take(compat.current_trace())
+                check_results(jax.tree.leaves(out), compat.current_trace(), name)
                 leaves, tree = jax.tree.flatten((out, after(), keras.take(), (attributes,)))
         except BaseException:  # f's, which leaves its objects as they were
             plain.take(compat.current_trace())

@@ -200,15 +200,9 @@ class PlainObjects:
 
     def take(self, trace: Any) -> dict[str, Any]:
         """The new values that `trace` made, by name; what was there before is there again."""
-
-        def traced(value: Any) -> bool:
-            # Leaves: what is in a tuple counts as its value, other containers are places of their own.
-            leaves = jax.tree.leaves(value, is_leaf=lambda v: not isinstance(v, tuple))
-            return any(isinstance(leaf, jax.core.Tracer) and compat.made_by(leaf, trace) for leaf in leaves)
-
         self._changed, values = {}, {}
         for place in _places(self._roots):
-            keys = [key for key, value in place.content.items() if traced(value)]
+            keys = [key for key, value in place.content.items() if _made_by(value, trace)]
             for key in keys:
                 name, n = place.name(key), 1
                 while (unique := name if n == 1 else f"{name} ({n})") in values:
@@ -230,6 +224,28 @@ class PlainObjects:
                 place.put(key, value)
         for place, content in lists.values():
             _refill(place.of, content.values())
+
+
+def _made_by(value: Any, trace: Any) -> bool:
+    """Whether the value, or what is in it if it is a tuple, is a tracer of `trace`. Other containers are places."""
+    leaves = jax.tree.leaves(value, is_leaf=lambda v: not isinstance(v, tuple))
+    return any(isinstance(leaf, jax.core.Tracer) and compat.made_by(leaf, trace) for leaf in leaves)
+
+
+def check_results(results: Sequence[Any], trace: Any, name: str) -> None:
+    """Refuses objects that are no pytrees and hold what `trace` made: nobody would see the numbers.
+
+    Raises:
+      TypeError: naming the object's type.
+    """
+    for one in results:
+        if isinstance(one, jax.core.Tracer) or is_array(one) or is_graph_node(one):
+            continue
+        if any(_made_by(value, trace) for place in _places([one]) for value in place.content.values()):
+            raise TypeError(
+                f"{name}: the function returned a {type(one).__name__} that holds arrays and is no pytree, expected "
+                "arrays in pytrees: register its class (jax.tree_util.register_dataclass), or return what it holds"
+            )
 
 
 # More of them are not looked through: a function that reaches so many does so by a library's.
