@@ -6,7 +6,9 @@ count in the compiled HLO what became of each convolution.
 
 from __future__ import annotations
 
+import asyncio
 import collections
+import concurrent.futures
 import functools
 import os
 import pathlib
@@ -1074,3 +1076,21 @@ def test_a_convolution_pays_for_what_xla_would_take_into_its_own(ms, taken, code
         (call,) = jaxconv.explain(lambda x, w: jaxconv.conv2d(x, w))(x, w)
     assert call.plan.implementation == "native" and bool(one.taken) == taken
     assert taken or "too little to pay for a pass that XLA would fuse into its convolution" in one.why
+
+
+def test_blocks_that_await_leave_it_off():
+    """Two that overlap in one thread put back each other's state: info had said on, where nothing was."""
+
+    async def block(seconds):
+        with jaxconv.enabled():
+            await asyncio.sleep(seconds)
+
+    async def both():
+        await asyncio.gather(block(0.01), block(0.02))
+
+    def run():
+        asyncio.run(both())
+        return _enable.is_on()
+
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:  # whose state goes with it
+        assert not thread.submit(run).result()

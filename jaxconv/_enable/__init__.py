@@ -132,7 +132,8 @@ def enabled(*, implementation: str | None = None, auto_meshes: bool = False, tun
         with jaxconv.enabled():
             y = jax.jit(lambda x, w: jax.lax.conv(x, w, (1, 1), "SAME"))(jnp.ones((2, 4, 8, 8)), jnp.ones((4, 4, 3, 3)))
 
-    Args and Raises are those of `enable`. With tune=False the block keeps the setting of the code around it.
+    Args and Raises are those of `enable`. With tune=False the block keeps the setting of the code around it. It is the
+    thread's, as JAX's own contexts are: a block that awaits or yields also holds for what the thread runs meanwhile.
     """
     state = _state(implementation, auto_meshes)
     asked = in_place.new() if in_place.checked("enabled", tune) else None
@@ -320,7 +321,7 @@ def _converted(out: Any, params: Mapping[str, Any], lhs: Any, rhs: Any) -> Any:
 
 
 def is_on() -> bool:
-    return isinstance(_STATE.value, State)
+    return _undo is not None and isinstance(_STATE.value, State)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
