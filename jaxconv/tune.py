@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import functools
 import importlib
+import math
 import os
 import pathlib
 import sys
@@ -502,6 +503,8 @@ def main(args: argparse.Namespace) -> int:
     if args.output:
         os.environ["JAXCONV_TUNING"] = args.output
     try:
+        if not 0 < args.seconds < math.inf:
+            raise Refused(f"--seconds={args.seconds:g} must be positive and finite")
         f, *arguments = target_of(args.target)
         f, on = ways(f, arguments, args.grad)[args.way]
         with _enable.enabled() if on else contextlib.nullcontext():

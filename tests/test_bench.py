@@ -184,6 +184,7 @@ def test_an_interrupted_compilation_says_so(program, monkeypatch, capsys):
         (["program_to_time:wrong"], "returned int, expected a tuple"),
         (["program_to_time:case", "--repeat", "0"], "must be positive"),
         (["program_to_time:case", "--seconds", "0"], "must be positive"),
+        (["program_to_time:case", "--seconds", "inf"], "must be positive and finite"),
     ],
 )
 def test_the_command_says_what_is_wrong(program, arguments, says, capsys):

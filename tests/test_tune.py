@@ -664,6 +664,7 @@ def test_save_false_writes_nothing(monkeypatch, file):
 
 BROKEN = {
     "no JSON": ("{", "not JSON"),
+    "brackets in brackets": ("[" * 100_000, "not JSON"),
     "another format": ('{"format": 99, "entries": []}', "format 1: found 99"),
     "a list": ("[]", "found 'list'"),
     "half an entry": ('{"format": 1, "entries": [{"op": "conv"}]}', "entry 0 is no tuned problem"),

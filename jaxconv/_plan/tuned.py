@@ -173,7 +173,7 @@ def loads(text: str, source: str = "", named: bool = True) -> Results:
     """The results that `dumps` wrote; ValueError where the text is something else, with what is wrong."""
     try:
         data = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError) as error:  # the latter of brackets in thousands of brackets
         raise ValueError(f"not JSON: {error}") from None
     if not isinstance(data, dict) or data.get("format") != FORMAT or not isinstance(data.get("entries"), list):
         found = data.get("format") if isinstance(data, dict) else type(data).__name__

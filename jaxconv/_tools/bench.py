@@ -189,8 +189,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """`python -m jaxconv bench`: 0, 130 where it was interrupted, or 2 where the command line cannot be followed."""
     try:
-        if args.repeat < 1 or not args.seconds > 0:
-            raise Refused(f"--repeat={args.repeat} and --seconds={args.seconds:g} must be positive")
+        if args.repeat < 1 or not 0 < args.seconds < math.inf:
+            raise Refused(f"--repeat={args.repeat} and --seconds={args.seconds:g} must be positive and finite")
         f, *arguments = target_of(args.target)
         found = bench(
             f,
