@@ -205,9 +205,8 @@ def conv_scaled_sums(p: ScaledConvProblem, x: jax.Array, w: jax.Array) -> jax.Ar
 def _in_memory(x: jax.Array) -> jax.Array:
     """x, which XLA shall not compute inside of a GPU's product that reads it.
 
-    An attention block with int8 layers answered wrongly by half of its largest number, for one sequence of six: there
-    XLA transposes and rounds a product's operand in the product's own kernel (jaxlib 0.11.2, H100). Of 1,200 products
-    whose operands lay in memory, or were rounded row by row, none was wrong.
+    Where XLA transposes and rounds an int8 product's operand in the product's own kernel, an attention block answered
+    wrongly (jaxlib 0.11.2, H100; docs/kernels/eight.md).
     """
     return lax.optimization_barrier(x) if primitives.lowers_for() == "cuda" else x
 

@@ -38,7 +38,7 @@ OVERHEAD_MS = 0.002  # of a launch, and of filling and draining the device
 # much as `fit` found to be needed on problems that were left out.
 MARGIN = 1.05
 OPS = ("conv_fprop", "conv_dgrad", "conv_wgrad")
-LEAST = 6  # measurements of a kernel in an arithmetic, of an operation and of a grouping, for a prediction
+LEAST = 6  # measurements of a kernel in an arithmetic, of fprop and dgrad or of wgrad, and of a grouping
 SMS = 132  # multiprocessors that the rates are of; fewer of them are slower alike
 
 

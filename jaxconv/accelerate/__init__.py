@@ -115,8 +115,9 @@ def accelerate(f: Callable[P, R], *, tune: bool = False) -> Accelerated[P, R]:
     environment it only calls f.
 
     Raises:
-      TypeError: if f is no function, or tune is neither True nor False. When called, if f puts arrays into dicts or
-        lists among its arguments, or into Keras's variables under `jax.jit`: they would be lost.
+      TypeError: if f is no function, a generator or a coroutine, or tune is neither True nor False. When called, if f
+        puts arrays into dicts or lists among its arguments, into Keras's variables under `jax.jit`, or into a result
+        that is no pytree: they would be lost.
     """
     check(f)
     asked = in_place.new() if in_place.checked("accelerate", tune) else None

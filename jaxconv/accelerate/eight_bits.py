@@ -167,17 +167,17 @@ class _Chain:
                 rounded = True
             elif (node := ahead.follow("clamp")) is not None and node.inputs[1] is ahead.z:
                 bounds = [number_of(scalar_of(v)) for v in (node.inputs[0], node.inputs[2])]
-                if None in bounds or bounds[0] > min(bounds[1], high) or bounds[1] < low:  # then their order counts
+                if None in bounds:
                     return None
                 low, high = max(low, bounds[0]), min(high, bounds[1])
             elif (other := ahead._other("max")) is not None:
                 node, number = ahead.z.users[0], number_of(scalar_of(other))
-                if number is None or number > high:
+                if number is None:
                     return None
                 low = max(low, number)
             elif (node := ahead.follow("min")) is not None:
                 number = next((number_of(scalar_of(v)) for v in node.inputs if v is not ahead.z), None)
-                if number is None or number < low:
+                if number is None:
                     return None
                 high = min(high, number)
             else:
@@ -185,6 +185,8 @@ class _Chain:
             ahead.take(node)
         node = ahead.follow("convert_element_type")
         if node is None or node.outputs[0].dtype.name not in EIGHT_BITS:
+            return None
+        if low > high:  # the order of the bounds would count
             return None
         dtype = node.outputs[0].dtype.name
         if dtype in INTEGERS:
@@ -423,7 +425,7 @@ def _within(y: Array, narrowed: tuple[str, float, float] | None, positive: bool)
         low, high = (jnp.asarray(bound, dtype).astype(jnp.float32) for bound in (low, high))
         return jnp.clip(y.astype(jnp.float32), low, high).astype(dtype)
     info = jnp.iinfo(dtype)
-    if positive and low <= 0:
+    if positive:
         low = info.min
     if low > info.min:
         y = jnp.maximum(y, jnp.asarray(low, dtype))

@@ -183,9 +183,10 @@ def _reached(f: Any, args: Any, kwargs: Any) -> Iterator[Any]:
 class PlainObjects:
     """What f assigns in the objects that it can reach, and that are nobody's in particular: no tracer stays in them.
 
-    Attributes, dicts, lists, variables that it closes over and globals, of f, of the object that it is a method of, of
-    what it closes over and of its arguments that are no pytrees. They get the values of the call, as if f had been
-    called as it is. Tracers that others made (an inner jit, a scan) are those that f itself leaves there: they stay.
+    Attributes (of classes too), dicts, lists, deques, variables that it closes over and globals, of f, of the object
+    that it is a method of, of what it closes over and of its arguments that are no pytrees. They get the values of the
+    call, as if f had been called as it is; where f raises, they have those from before it. Tracers that others made (an
+    inner jit, a scan) are those that f itself leaves there: they stay.
     """
 
     def __init__(self, f: Callable[..., Any], args: Any, kwargs: Any):

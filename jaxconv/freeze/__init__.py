@@ -84,8 +84,9 @@ def freeze(
       holds only the folded ones.
 
     Raises:
-      TypeError: if f is no function, or a bound argument is a jax.ShapeDtypeStruct. When called, if an argument is an
-        nnx object, or neither an array nor hashable.
+      TypeError: if f is no function, a generator or a coroutine, or a bound argument is a jax.ShapeDtypeStruct. When
+        called, if an argument is an nnx object, or neither an array nor hashable, or if a result holds arrays and is no
+        pytree.
       ValueError: when called, if f is not an inference: it changes a bound object (running statistics, a counter),
         normalises by the statistics of its batch (a batch-norm in training mode), draws random numbers from a bound key
         or from a key that it makes (dropout; a key among the inputs is fine), or has effects other than jax.debug's.

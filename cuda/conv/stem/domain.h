@@ -196,7 +196,7 @@ inline ConvProblem PlanesAsChannels(ConvProblem p) {
   return p;
 }
 
-// Of the folded problem's x, and of its dw.
+// Of the folded problem's x, and of its w or dw.
 inline int64_t FoldedBytes(const ConvProblem& q) {
   return Align256(q.n * q.in_size() * q.c * int64_t(SizeOf(q.dtype)));
 }

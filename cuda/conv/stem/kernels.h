@@ -23,7 +23,7 @@ using StemWgradOf = Status(const Context& ctx, const ConvProblem& p, int64_t spl
                            const void* dy, void* dw, float* partials, const std::string& what);
 StemWgradOf StemMmaWgrad, StemNarrowInWgrad;
 
-// The same over several planes; `workspace` as the domain says.
+// fprop and wgrad over several planes; `workspace` as the domain says.
 Status StemPlanesFprop(const Context& ctx, const ConvProblem& p, const Epilogue& e, const void* x,
                        const void* w, const void* bias, void* y, void* z, Workspace workspace,
                        const std::string& what);
