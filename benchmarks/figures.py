@@ -126,6 +126,40 @@ def _draw_kinds(device: str, figure: Any, steps: dict[str, dict[str, Any]]) -> N
     figure.supxlabel(f"milliseconds of kernels a training step, {NAMES[device]}", fontsize=9)
 
 
+def _fractions(device: str, runs: dict[str, Run]) -> dict[str, dict[str, float]]:
+    """{training step: {way: its roofline over its milliseconds}} on one device."""
+    fractions: dict[str, dict[str, float]] = {}
+    for name, run in runs.items():
+        if name.startswith(f"{device}/") and is_step_alone(run) and run.get("limit_ms"):
+            ways = {row["way"]: round(run["limit_ms"] / row["ms"], 3) for row in run["rows"] if row["devices"] == 1}
+            fractions[training_step(run)] = ways
+    return dict(sorted(fractions.items(), key=lambda item: -item[1].get("accelerate", 0.0)))
+
+
+def _draw_fractions(device: str, figure: Any, steps: dict[str, dict[str, float]]) -> None:
+    """A bar for each way; the line at 1 is the roofline."""
+    ways = [way for way in WAYS if any(way in step for step in steps.values())]
+    colours = dict(zip(WAYS, (XLA, "#a6bddb", "#74a9cf", "#2b8cbe", OURS, "#dd8452"), strict=True))
+    figure.set_size_inches(8, 0.2 * sum(map(len, steps.values())) + 0.25 * len(steps) + 1.2)
+    axes = figure.subplots()
+    place, ticks = 0.0, []
+    for step in reversed(steps.values()):
+        first = place
+        for way in (way for way in reversed(ways) if way in step):
+            axes.barh(place, step[way], 0.9, color=colours[way])
+            axes.text(step[way], place, f" {step[way]:.2f}", va="center", fontsize=8)
+            place += 1
+        ticks.append((first + place - 1) / 2)
+        place += 0.7
+    axes.set_yticks(ticks, list(reversed(steps)))
+    axes.set_xlim(0, 1.05)
+    axes.axvline(1, color="black", linewidth=0.8)
+    bars = [axes.barh(0, 0, color=colours[way]) for way in ways]
+    names = [WAYS[way].replace("`", "") for way in ways]
+    figure.legend(bars, names, loc="outside upper center", ncols=min(len(ways), 3), fontsize=8, frameon=False)
+    figure.supxlabel(f"part of the training step's own roofline, {NAMES[device]}", fontsize=9)
+
+
 def _roofline(runs: dict[str, Run]) -> dict[str, Any]:
     """Every convolution in bfloat16: (operations a byte, XLA's TFLOP/s, ours), and the device's two limits."""
     points = []
@@ -165,6 +199,7 @@ FIGURES: dict[str, tuple[Callable[[dict[str, Run]], Any], Callable[[Any, Any], N
     "docs/steps.svg": (_steps, _draw_steps),
     "docs/steps_by_kind.svg": (functools.partial(_kinds, DEVICE), functools.partial(_draw_kinds, DEVICE)),
     "docs/steps_by_kind_h100.svg": (functools.partial(_kinds, SECOND), functools.partial(_draw_kinds, SECOND)),
+    "docs/steps_roofline_h100.svg": (functools.partial(_fractions, SECOND), functools.partial(_draw_fractions, SECOND)),
     "docs/roofline.svg": (_roofline, _draw_roofline),
     **{
         f"docs/{name}": (
