@@ -2406,3 +2406,30 @@ def test_a_sum_in_a_wider_type_is_laxs(x64, dtype, wider, as_type):
     ours, wanted = (helpers.of_cpu(f, x, w) for f in of)
     assert ours.dtype == wanted.dtype
     np.testing.assert_array_equal(ours, wanted)
+
+
+NARROW_FLOATS = ("float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "float4_e2m1fn")
+
+
+@pytest.mark.parametrize("wide", ["float32", "bfloat16"])
+@pytest.mark.parametrize("narrow", NARROW_FLOATS)
+def test_weights_of_narrow_floats(narrow, wide):
+    """Widened, then scaled: a model that keeps its weights in 8 bits or 4."""
+    stored = jnp.linspace(0.5, 2.0, 3 * 3 * 4 * 8).reshape(3, 3, 4, 8).astype(narrow)
+    norm = jnp.linspace(0.5, 1.0, 8).astype(narrow)
+
+    def f(x):
+        w = stored.astype(wide) * jnp.asarray(0.25, wide)
+        y = lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+        y = jax.nn.relu(y * norm.astype(wide) + norm.astype(wide))
+        mean, var = y.mean((0, 1, 2)), y.var((0, 1, 2))
+        y = (y - mean) * lax.rsqrt(var + 1e-5) * norm.astype(wide)
+        return y.mean((1, 2)) @ (norm.astype(wide)[:, None] + jnp.zeros((8, 4), wide))
+
+    x = jax.random.normal(jax.random.key(0), (2, 6, 6, 4), wide)
+    for one in (f, jax.grad(lambda x: f(x).sum())):
+        tolerance = 1e-5 if wide == "float32" else 4e-2
+        whole = jaxconv.accelerate(f) if one is f else jax.grad(lambda x: jaxconv.accelerate(f)(x).sum())
+        np.testing.assert_allclose(whole(x).astype("float32"), one(x).astype("float32"), tolerance, tolerance)
+    x = jnp.exp2(jnp.arange(-1.0, 2.0)).astype(wide)  # float8_e8m0fnu has powers of two alone
+    np.testing.assert_array_equal(jaxconv.accelerate(lambda x: x.astype(narrow).astype(wide) * 2)(x), x * 2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -581,6 +582,8 @@ MISTAKES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "scale_of_another_length": (dict(scale=np.ones(3, np.float32)), ValueError, r"scale has shape \(3,\), expected"),
     "scale_zero": (dict(scale=np.zeros(16, np.float32)), ValueError, "scale has an element 0.0, expected positive"),
     "scale_negative": (dict(scale=-1.0), ValueError, "scale has an element -1.0"),
+    "scale_too_small": (dict(scale=1e-50), ValueError, "element 1e-50, 0.0 in float32, expected positive"),
+    "out_scale_too_large": (dict(scale=1.0, out_scale=1e300), ValueError, r"element 1e\+300, inf in float32"),
     "scale_infinite": (dict(scale=np.full(16, np.inf, np.float32)), ValueError, "element inf"),
     "out_scale_nan": (dict(scale=1.0, out_scale=np.nan), ValueError, "out_scale has an element nan"),
     "out_scale_per_channel": (dict(scale=1.0, out_scale=np.ones(16, np.float32)), ValueError, "out_scale has shape"),
@@ -610,12 +613,14 @@ MISTAKES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 }
 
 
+@pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jit"])
 @pytest.mark.parametrize("name", MISTAKES)
-def test_mistakes_are_named(name):
+def test_mistakes_are_named(name, jitted):
     options, error, text = MISTAKES[name]
-    x, w = np.zeros((1, 4, 4, 16), np.int8), np.zeros((1, 1, 16, 16), np.int8)
+    given = {"x": np.zeros((1, 4, 4, 16), np.int8), "w": np.zeros((1, 1, 16, 16), np.int8), **options}
+    called = functools.partial(jaxconv.conv2d, **given)
     with pytest.raises(error, match=text):
-        jaxconv.conv2d(**{"x": x, "w": w, **options})
+        (jax.jit(called) if jitted else called)()
 
 
 def test_there_is_no_derivative():

@@ -658,6 +658,15 @@ BAD = {
     "a number": (dict(quantize="int8", calibrate=3), "calibrate is a int, expected an iterable of batches"),
     "NaN": (dict(quantize="int8", calibrate=[X, NAN]), "calibration batch 1 has NaN or infinity, expected finite"),
     "infinity": (dict(quantize="int8", calibrate=[INFINITE]), "calibration batch 0 has NaN or infinity, expected"),
+    "too large": (dict(quantize="int8", calibrate=[X * np.float64(1e300)]), "batch 0 has NaN or infinity, expected"),
+    "a number that is none": (
+        dict(quantize="int8", calibrate=[(X, float("nan"))]),
+        r"calibration batch 0 \[1\] has NaN or infinity, expected",
+    ),
+    "lists": (
+        dict(quantize="int8", calibrate=[X.tolist()]),
+        r"does not take the calibration batches \((-?\d[^,]*, ){7}-?\d\S* and 760 others\): ",
+    ),
     "no images": (
         dict(quantize="int8", calibrate=[X[:0]]),
         r"batch 0 has the shape \(0, 8, 8, 3\), expected no extent",

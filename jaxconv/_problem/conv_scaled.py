@@ -300,16 +300,21 @@ def scale_of(where: str, argument: str, value: Any, scalar: bool) -> jax.Array:
 
     What has a value while the function is traced is confirmed.
     """
+    # Confirmed before it becomes an array, which is a tracer under jit.
+    known = None if isinstance(value, jax.core.Tracer) else value
     if isinstance(value, (int, float, np.generic)) and not isinstance(value, bool):
-        value = np.float32(value)
+        with np.errstate(over="ignore", under="ignore"):
+            value = np.float32(value)
     array = as_mask(where, argument, value)
     if not jnp.issubdtype(array.dtype, jnp.floating) or array.dtype.itemsize > 4:
         raise TypeError(f"{where}: {argument} has dtype {array.dtype.name}, expected float32")
     if scalar and array.shape != ():
         raise ValueError(f"{where}: {argument} has shape {array.shape}, expected (): a number")
-    if not isinstance(array, jax.core.Tracer):
-        seen = np.asarray(array, np.float32)
-        wrong = seen[~(np.isfinite(seen) & (seen > 0))]
+    if known is not None:
+        seen = np.asarray(value, np.float32)
+        wrong = np.flatnonzero(~(np.isfinite(seen) & (seen > 0)))
         if wrong.size:
-            raise ValueError(f"{where}: {argument} has an element {wrong.flat[0]}, expected positive finite numbers")
+            first, rounded = np.asarray(known).flat[wrong[0]], seen.flat[wrong[0]]
+            element = first if first == rounded or first != first else f"{first}, {rounded} in float32"
+            raise ValueError(f"{where}: {argument} has an element {element}, expected positive finite numbers")
     return array.astype(jnp.float32)

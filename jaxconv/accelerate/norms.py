@@ -461,7 +461,8 @@ def _unrounded(w: Value) -> Value:
     if w.made_by != "convert_element_type":
         return w
     source = w.node.inputs[0]
-    wider = jnp.issubdtype(source.dtype, jnp.floating) and _problem.promoted(source.dtype, w.dtype) == source.dtype
+    known = {source.dtype.name, w.dtype.name} <= set(_problem.DTYPES)
+    wider = known and _problem.promoted(source.dtype, w.dtype) == source.dtype
     return source if wider and source.dtype != jnp.float64 else w
 
 

@@ -98,13 +98,17 @@ def _check_numbers(i: int, name: str, leaf: Any) -> None:
     where = f"freeze: calibration batch {i}{' ' + name if name else ''}"
     if isinstance(leaf, (jax.core.Tracer, jax.ShapeDtypeStruct)):
         raise TypeError(f"{where} is a {type(leaf).__name__}, expected an array with numbers")
+    if isinstance(leaf, (int, float, complex)):
+        leaf = np.asarray(leaf)
     if not hasattr(leaf, "shape"):
         return
     if 0 in leaf.shape:
         raise ValueError(f"{where} has the shape {tuple(leaf.shape)}, expected no extent of 0")
     if jnp.issubdtype(leaf.dtype, jnp.inexact):
-        finite = jnp.isfinite if isinstance(leaf, jax.Array) else lambda a: np.isfinite(a.astype(np.float32))
-        if not bool(finite(leaf).all()):
+        if not isinstance(leaf, jax.Array):  # finite as what the function gets
+            with np.errstate(over="ignore"):
+                leaf = np.asarray(leaf, jax.dtypes.canonicalize_dtype(leaf.dtype))
+        if not bool((jnp if isinstance(leaf, jax.Array) else np).isfinite(leaf).all()):
             raise ValueError(f"{where} has NaN or infinity, expected finite numbers")
 
 
@@ -229,8 +233,10 @@ def _taken(program_of: Callable[[Any], tuple[Program, list[Array]]], batch: Any)
         text = str(error).strip().split("\n")[0]
         if text.startswith("freeze: "):
             raise
-        types = ", ".join(_types(batch).values())
-        raise ValueError(f"freeze: the function does not take the calibration batches ({types}): {text}") from error
+        types = list(_types(batch).values())
+        most = 8  # a batch of lists has as many as it has numbers
+        named = ", ".join(types[:most]) + f" and {len(types) - most} others" * (len(types) > most)
+        raise ValueError(f"freeze: the function does not take the calibration batches ({named}): {text}") from error
 
 
 def _alike(layer: Layer) -> tuple[Any, ...]:
