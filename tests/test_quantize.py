@@ -766,7 +766,7 @@ def test_attention_of_other_batches_and_lengths():
 
 @pytest.mark.parametrize(("quantize", "type_"), [("int8", "i8"), ("float8_e4m3fn", "f8E4M3FN")])
 def test_what_xlas_8_bit_products_read_lies_in_memory(quantize, type_):
-    """On a GPU: an operand that was transposed and rounded inside of the product's kernel made wrong int8 answers."""
+    """Row after row. On a GPU an operand that the product's kernel read transposed made wrong int8 answers."""
     model, x = Attention(), np.ones((1, 6, 8), np.float32)
     variables = model.init(KEY, x)
     frozen = jaxconv.freeze(
@@ -778,8 +778,10 @@ def test_what_xlas_8_bit_products_read_lies_in_memory(quantize, type_):
     with _plan.Device.assumed(H100):
         text = jax.jit(frozen).trace(x).lower(lowering_platforms=("cuda",)).as_text()
     read = re.findall(rf"stablehlo.dot_general (%\w+), .*\(tensor<6x\w+x{type_}>, ", text)
-    made = dict(re.findall(r"(%\w+) = stablehlo\.(\w+)", text))
-    assert len(read) == 5 and {made[name] for name in read} == {"optimization_barrier"}
+    made = {name: operation for name, *operation in re.findall(r"(%\w+) = stablehlo\.(\w+) ?@?(\w*).*?(%\w+)", text)}
+    assert len(read) == 5 and {made[name][0] for name in read} == {"optimization_barrier"}
+    constraints = [made[made[name][2]][:2] for name in read]
+    assert constraints == [["custom_call", "LayoutConstraint"]] * 5
 
 
 def test_an_empty_batch():

@@ -74,7 +74,7 @@ def test_symbolic_space_is_exported(name):
 
 
 def test_one_dimension_with_a_stride():
-    f = functools.partial(jaxconv.conv1d, w=W[0], stride=2, padding="CAUSAL")
+    f = functools.partial(jaxconv.conv1d, w=W[0], stride=2, padding="CAUSAL", **highest)
     x = jnp.asarray(helpers.normal(0, (2, 11, 4)), "float32")
     np.testing.assert_allclose(exported(f, "b", "t").call(x), f(x), rtol=1e-5, atol=1e-5)
 

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 
 # Held, because a program may put ours in their place.
 from jax.lax import conv_general_dilated, dot_general, reduce_window
@@ -203,12 +204,14 @@ def conv_scaled_sums(p: ScaledConvProblem, x: jax.Array, w: jax.Array) -> jax.Ar
 
 
 def _in_memory(x: jax.Array) -> jax.Array:
-    """x, which XLA shall not compute inside of a GPU's product that reads it.
+    """x (rows, terms) as XLA shall have it in memory where a GPU's product reads it: row after row.
 
-    Where XLA transposes and rounds an int8 product's operand in the product's own kernel, an attention block answered
-    wrongly (jaxlib 0.11.2, H100; docs/kernels/eight.md).
+    Where an int8 product of XLA's reads the rows transposed, from memory or from what its own kernel computes, an
+    attention block answered wrongly (jaxlib 0.11.2, H100; docs/kernels/eight.md).
     """
-    return lax.optimization_barrier(x) if primitives.lowers_for() == "cuda" else x
+    if primitives.lowers_for() != "cuda":
+        return x
+    return lax.optimization_barrier(with_layout_constraint(x, Layout(major_to_minor=(0, 1))))
 
 
 def _product_of_float8(x: jax.Array, w: jax.Array) -> jax.Array:
