@@ -173,6 +173,259 @@ def test_nan_and_infinite_scales():
     np.testing.assert_array_equal(np.isnan(alone), np.isnan(sums))
 
 
+# ----------------------------------------------------------------------------------------------------------------------
+# Programs whose bits the call has: of ties, of numbers beyond every integer, of infinities and NaN
+
+XE = {
+    "conv": helpers.integers(5, X.shape, 3).astype(np.int8),
+    "dense": helpers.integers(5, (3, 7, 48), 3).astype(np.int8),
+}
+WE = {
+    "conv": helpers.integers(6, W.shape, 3).astype(np.int8),
+    "dense": helpers.integers(6, (48, 32), 3).astype(np.int8),
+}
+RE = {"conv": R, "dense": helpers.integers(2, (3, 7, 32), 127).astype(np.int8)}
+SE = np.tile(np.float32([0.5, -0.5, 0.25, 0.125, 2.5, 0.037, -1.7, 0]), 4)
+SE[16:24] = np.nan, np.inf, -np.inf, 1e38, -1e38, 3e7, -3e7, 1e-30
+BE = np.random.default_rng(7).integers(-9, 10, 32).astype(np.float32) / 2
+BE[24:28] = np.nan, np.inf, -np.inf, -0.0
+
+
+def q8(v: Any) -> jax.Array:
+    return jnp.clip(jnp.round(v), -128, 127).astype(jnp.int8)
+
+
+def q32(v: Any, low: int, high: int, dtype: Any = jnp.int8) -> jax.Array:
+    return jnp.clip(jnp.round(v).astype(jnp.int32), low, high).astype(dtype)
+
+
+# id: (function of the sums in float32, s, b and r; what of it is part of the call; the operations that stay behind it)
+SAME: dict[str, tuple[Callable[..., Any], str, dict[str, int]]] = {
+    "clipped as int32": (lambda z, s, b, r: q32(z * s + b, -128, 127), "scale + bias + rounding to int8", {}),
+    "clipped as int32, uint8": (
+        lambda z, s, b, r: q32(z * s + b, 0, 255, jnp.uint8),
+        "scale + bias + rounding to uint8",
+        {},
+    ),
+    "clipped as int16": (
+        lambda z, s, b, r: jnp.clip(jnp.round(z * s + b).astype(jnp.int16), -128, 127).astype(jnp.int8),
+        "scale + bias + rounding to int8",
+        {},
+    ),
+    "lax.clamp of int32, longer and shorter": (
+        lambda z, s, b, r: (
+            lax.clamp(jnp.int32(-128), jnp.round(z * s).astype(jnp.int32), jnp.int32(127)).astype(jnp.int16)
+        ).astype(jnp.int8),
+        "scale + rounding to int8",
+        {},
+    ),
+    "int32 between the clip and int8": (
+        lambda z, s, b, r: jnp.clip(jnp.round(z * s + b), -128, 127).astype(jnp.int32).astype(jnp.int8),
+        "scale + bias + rounding to int8",
+        {},
+    ),
+    "a bound of floats, another of int32": (
+        lambda z, s, b, r: jnp.minimum(jnp.maximum(jnp.round(z * s), -128).astype(jnp.int32), 127).astype(jnp.int8),
+        "scale + rounding to int8",
+        {},
+    ),
+    "everything, clipped as int32": (
+        lambda z, s, b, r: q32(jax.nn.relu(z * s + b + f32(r) * 0.125) * 0.5, -127, 127),
+        "scale + bias + residual + relu + rounding to int8",
+        {},
+    ),
+    "bounds of its own, of int32": (
+        lambda z, s, b, r: q32((z * s + b) * 0.5, -100, 90),
+        "scale + bias + rounding to int8",
+        {"max": 1, "min": 1},
+    ),
+    "bounds above zero, of int32": (
+        lambda z, s, b, r: q32(jax.nn.relu(z * s + b), 5, 127),
+        "scale + bias + relu + rounding to int8",
+        {"max": 1},
+    ),
+    "bounds below zero, of int32": (
+        lambda z, s, b, r: q32(z * s + b, -128, -3),
+        "scale + bias + rounding to int8",
+        {"min": 1},
+    ),
+    "relu of int8": (
+        lambda z, s, b, r: jnp.maximum(q8(z * s + b), 0),
+        "scale + bias + relu + rounding to int8",
+        {},
+    ),
+    "jax.nn.relu of int8": (
+        lambda z, s, b, r: jax.nn.relu(q8((z * s + b + f32(r) * 0.125) * 0.7)),
+        "scale + bias + residual + relu + rounding to int8",
+        {},
+    ),
+    "relu of int8, infinite factor": (
+        lambda z, s, b, r: jax.nn.relu(q8((z * s + b) * jnp.inf)),
+        "scale + bias + relu + rounding to int8",
+        {},
+    ),
+    "relu of int32": (
+        lambda z, s, b, r: jnp.minimum(jax.nn.relu(jnp.round(z * s).astype(jnp.int32)), 127).astype(jnp.int8),
+        "scale + relu + rounding to int8",
+        {},
+    ),
+    "a lower bound of 0": (
+        lambda z, s, b, r: jnp.clip(jnp.round((z * s + b) * 0.7), 0, 127).astype(jnp.int8),
+        "scale + bias + relu + rounding to int8",
+        {},
+    ),
+    "a clip of int8": (
+        lambda z, s, b, r: jnp.clip(q8(z * s), 0, 100),
+        "scale + relu + rounding to int8",
+        {"min": 1},
+    ),
+    "relu behind relu": (
+        lambda z, s, b, r: jnp.maximum(q8(jax.nn.relu(z * s + b) * 2.5), 0),
+        "scale + bias + relu + rounding to int8",
+        {},
+    ),
+    "relu of uint8": (
+        lambda z, s, b, r: jax.nn.relu(jnp.clip(jnp.round(z * s + b), 0, 255).astype(jnp.uint8)),
+        "scale + bias + rounding to uint8",
+        {},
+    ),
+    "relu behind a negative factor": (
+        lambda z, s, b, r: jnp.maximum(q8((z * s + b) * -0.5), 0),
+        "scale + bias + rounding to int8",
+        {"max": 1},
+    ),
+    "relu behind a factor of 0": (
+        lambda z, s, b, r: jnp.maximum(q8((z * s + b) * 0.0), 0),
+        "scale + bias + rounding to int8",
+        {"max": 1},
+    ),
+    "relu behind a factor that is not known": (
+        lambda z, s, b, r: jnp.maximum(q8((z * s + b) * s[1]), 0),
+        "scale + bias + rounding to int8",
+        {"max": 1},
+    ),
+    "relu behind leaky_relu": (
+        lambda z, s, b, r: jnp.maximum(q8(jax.nn.leaky_relu(z * s + b)), 0),
+        "scale + bias + leaky_relu(0.01) + rounding to int8",
+        {"max": 1},
+    ),
+    "int8, and uint8 of it": (
+        lambda z, s, b, r: jnp.maximum(q8(z * s + b), 0).astype(jnp.uint8),
+        "scale + bias + rounding to uint8",
+        {"min": 1},
+    ),
+    "int8 that somebody else reads": (
+        lambda z, s, b, r: (q := q8(z * s + b), jnp.maximum(q, 0)),
+        "scale + bias + rounding to int8",
+        {"max": 1},
+    ),
+    "a zero point of 0": (
+        lambda z, s, b, r: jnp.clip(jnp.round(z * s + b) + 0, -128, 127).astype(jnp.int8),
+        "scale + bias + rounding to int8",
+        {},
+    ),
+    "a zero point of 0, of int32": (
+        lambda z, s, b, r: jnp.clip(jnp.round(z * s + b).astype(jnp.int32) + 0, 0, 255).astype(jnp.uint8),
+        "scale + bias + rounding to uint8",
+        {},
+    ),
+}
+
+# id: the same of what must not be part of the call, which here makes float32
+MISSED: dict[str, Callable[..., Any]] = {
+    "int32 that wraps around": lambda v: jnp.round(v).astype(jnp.int32).astype(jnp.int8),
+    "int16 that wraps around": lambda v: jnp.clip(jnp.round(v).astype(jnp.int32).astype(jnp.int16), -128, 127).astype(
+        jnp.int8
+    ),
+    "int32 clipped beyond the type": lambda v: q32(v, -200, 200),
+    "int8 that is clipped too late": lambda v: jnp.clip(jnp.round(v).astype(jnp.int32).astype(jnp.int8), -100, 100),
+    "int32 clipped for the other type": lambda v: q32(v, 0, 255),
+    "negative numbers in uint8": lambda v: q32(v, -128, 127, jnp.uint8),
+    "int32 clipped as floats": lambda v: jnp.clip(f32(jnp.round(v).astype(jnp.int32)), -128, 127).astype(jnp.int8),
+    "unsigned": lambda v: jnp.minimum(jnp.maximum(jnp.round(v), -100).astype(jnp.uint32), 127).astype(jnp.int8),
+    "int32 that is not rounded": lambda v: jnp.clip(v.astype(jnp.int32), -128, 127).astype(jnp.int8),
+    "floats between halves, int32": lambda v: jnp.clip(jnp.round(v), -3.5, 3.5).astype(jnp.int32).astype(jnp.int8),
+    "floats above zero, int32": lambda v: jnp.clip(jnp.round(v), 5, 120).astype(jnp.int32).astype(jnp.int8),
+    "a bound that int32 cuts": lambda v: jax.jit(
+        lambda v, low: jnp.clip(jnp.round(v).astype(jnp.int32), low.astype(jnp.int32), 127).astype(jnp.int8)
+    )(v, jnp.float32(-3.5)),
+    "bounds without a common number": lambda v: jnp.minimum(jnp.maximum(jnp.round(v).astype(jnp.int32), 5), 2).astype(
+        jnp.int8
+    ),
+    "rounded away from zero, int32": lambda v: jnp.clip(
+        lax.round(v, lax.RoundingMethod.AWAY_FROM_ZERO).astype(jnp.int32), -128, 127
+    ).astype(jnp.int8),
+    "half a number up": lambda v: jnp.clip(jnp.floor(v + 0.5), -128, 127).astype(jnp.int8),
+    "a zero point": lambda v: jnp.clip(jnp.round(v) + 3, -128, 127).astype(jnp.int8),
+    "a zero point of int32": lambda v: jnp.clip(jnp.round(v).astype(jnp.int32) - 128, -128, 127).astype(jnp.int8),
+    "a zero point that is not known": lambda v: jnp.clip(
+        jnp.round(v) + jnp.round(lax.stop_gradient(v)[..., :1] * 0), -128, 127
+    ).astype(jnp.int8),
+}
+
+PASSES = ("add", "sub", "mul", "div", "max", "min", "clamp", "round", "floor", "convert_element_type", "select_n")
+
+
+def of_sums(what: str, f: Callable[..., Any]) -> tuple[Callable[..., Any], tuple[np.ndarray, ...]]:
+    """(f of the sums of a convolution or a dense layer, its arguments)."""
+    sums = conv if what == "conv" else dot
+    return lambda x, w, s, b, r: f(f32(sums(x, w)), s, b, r), (XE[what], WE[what], SE, BE, RE[what])
+
+
+def operation_by_operation(f: Callable[..., Any], *args: Any) -> Any:
+    """f's results on the CPU, each operation compiled alone: none is combined with another, as XLA's CPU does."""
+    with jaxconv.disabled(), jax.default_device(jax.devices("cpu")[0]):
+        return jax.tree.map(np.asarray, f(*args))
+
+
+@pytest.mark.parametrize("what", ["conv", "dense"])
+@pytest.mark.parametrize("case", SAME)
+def test_a_call_with_the_bits_of_the_program(case, what):
+    behind, parts, left = SAME[case]
+    f, args = of_sums(what, behind)
+    accelerated = jaxconv.accelerate(f)
+    (finding,) = accelerated.report(*args)
+    assert finding.fused == f"{what} of 8 bits + {parts}"
+    found = helpers.equations(accelerated, *args)
+    assert found["jaxconv_conv_scaled"] == 1
+    assert {name: found[name] for name in PASSES if found[name]} == left
+    plain, ours = operation_by_operation(f, *args), jax.jit(accelerated)(*args)
+    assert helpers.same_bits(plain, ours)
+    if isinstance(plain, np.ndarray):
+        assert len(np.unique(plain)) > 20 or case in ("relu of int8, infinite factor", "relu behind a factor of 0")
+
+
+@pytest.mark.parametrize("what", ["conv", "dense"])
+@pytest.mark.parametrize("case", MISSED)
+def test_what_would_change_bits_is_not_part_of_the_call(case, what):
+    f, args = of_sums(what, lambda z, s, b, r: MISSED[case](z * s + b))
+    (finding,) = jaxconv.accelerate(f).report(*args)
+    assert finding.fused == f"{what} of 8 bits + scale + bias"
+    assert helpers.same_bits(operation_by_operation(f, *args), jax.jit(jaxconv.accelerate(f))(*args))
+
+
+@pytest.mark.parametrize("what", ["conv", "dense"])
+def test_an_int32_bias_stays_behind_the_sums(what):
+    """float32(sum + b) * s has one rounding in front of the product, float32(sum) * s + b * s one behind it."""
+    sums = conv if what == "conv" else dot
+
+    def f(x: Any, w: Any, s: Any, b: Any) -> Any:
+        return q8(f32(sums(x, w) + b) * s)
+
+    b = np.random.default_rng(8).integers(-(2**31), 2**31, 32).astype(np.int32)
+    args = XE[what], WE[what], SE, b
+    (finding,) = jaxconv.accelerate(f).report(*args)
+    assert finding.fused == ("conv of integers" if what == "conv" else "")
+    assert helpers.same_bits(operation_by_operation(f, *args), jax.jit(jaxconv.accelerate(f))(*args))
+
+
+def test_frozen_an_integers_relu_is_the_calls():
+    f, (x, w, s, b, r) = of_sums("conv", SAME["jax.nn.relu of int8"][0])
+    frozen = jaxconv.freeze(lambda weights, x, r: f(x, *weights, r), (w, s, b))
+    assert [finding.fused for finding in frozen.report(x, r)] == [f"conv of 8 bits + {SAME['jax.nn.relu of int8'][1]}"]
+    assert helpers.same_bits(operation_by_operation(f, x, w, s, b, r), frozen(x, r))
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_sums_that_are_rounded_to_16_bits_stay_rounded(dtype):
     """float16's infinities, too."""

@@ -3,7 +3,12 @@ numbers of them.
 
 The operands are int8 or uint8, or such converted to floating-point numbers in front of the operation; or float8. In
 the order in which they stand: factors a channel or of all, a bias, an array that is added (of 8 bits with a factor of
-its own), an activation, a factor, rounding and clipping, and the conversion to 8 bits. What is missing is left out.
+its own), an activation, a factor, rounding and clipping, and the conversion to 8 bits, also by way of longer integers.
+What is missing is left out. The integers may be clipped too.
+
+A bias of int32, which is added in front of the factors, is not taken: float32(sum + b) * scale is rounded at other
+places than float32(sum) * scale + b * scale. Neither is a zero point, of which the kernel has none: round(v) + 1 of a
+tie is not round(v + 1).
 """
 
 from __future__ import annotations
@@ -20,7 +25,7 @@ from jax import lax
 
 from jaxconv import _plan
 from jaxconv._core.activations import Activation
-from jaxconv._core.graph import Array, Constant, Node, Value, channels_of, number_of, operands_of, scalar_of
+from jaxconv._core.graph import Array, Constant, Graph, Node, Value, channels_of, number_of, operands_of, scalar_of
 from jaxconv._flax import fused
 from jaxconv._ops import conv_integer, conv_scaled
 from jaxconv._problem import EIGHT_BITS, ScaledConvProblem, is_number
@@ -28,6 +33,7 @@ from jaxconv.accelerate.activations import Activations
 from jaxconv.accelerate.linear import Fused, Refusal, window_of
 
 INTEGERS = ("int8", "uint8")
+_LONGER = ("int16", "int32", "int64")  # through which rounded numbers may go to 8 bits
 _RESULTS = ("float32", "bfloat16", "float16")
 Free = Callable[[Value], bool]
 
@@ -153,59 +159,96 @@ class _Chain:
         self.take(self.z.users[0])
         return other
 
+    def _bounds(self) -> tuple[float, float] | None:
+        """(least, largest) where the only reader of z is a clip to known numbers; a relu of integers is one."""
+        low: Value | None = None
+        high: Value | None = None
+        if (node := self.follow("clamp")) is not None and node.inputs[1] is self.z:
+            low, _, high = node.inputs
+        elif (other := self._other("max")) is not None:
+            low = other
+        elif (node := self.follow("min")) is not None:
+            high = next((v for v in node.inputs if v is not self.z), None)
+        elif (node := self.follow("custom_jvp_call")) is not None and jnp.issubdtype(self.z.dtype, jnp.integer):
+            return (0.0, math.inf) if _is_relu(node) else None
+        if low is None and high is None:
+            return None
+        least, largest = -math.inf if low is None else self._bound(low), math.inf if high is None else self._bound(high)
+        return None if least is None or largest is None else (least, largest)
+
+    def _bound(self, v: Value) -> float | None:
+        """The number that v is, where it is known. `number_of` looks through conversions, which may have changed it."""
+        number = number_of(scalar_of(v))
+        if number is None or math.isnan(number):
+            return None
+        if not jnp.issubdtype(self.z.dtype, jnp.integer):
+            return number
+        info = jnp.iinfo(self.z.dtype)
+        return number if info.min <= number <= info.max and number == math.floor(number) else None
+
     def narrowed(self) -> tuple[str, float, float] | None:
         """(type, least, largest) where z is rounded, clipped to whole numbers, and becomes one of 8 bits.
 
-        The nodes are taken only if all of it is there.
+        It may be a longer integer on the way. It may be clipped as a float, as that integer and as a number of 8 bits:
+        clips whose intervals have a common number are one, and keep what is rounded whole. The nodes are taken only if
+        all of it is there.
         """
         ahead = dataclasses.replace(self, nodes=list(self.nodes))
-        low, high, rounded = -math.inf, math.inf, False
+        low, high, rounded, found = -math.inf, math.inf, False, None
         while True:
             if (node := ahead.follow("round")) is not None:
                 if node.params["rounding_method"] != lax.RoundingMethod.TO_NEAREST_EVEN:
-                    return None
+                    break
                 rounded = True
-            elif (node := ahead.follow("clamp")) is not None and node.inputs[1] is ahead.z:
-                bounds = [number_of(scalar_of(v)) for v in (node.inputs[0], node.inputs[2])]
-                if None in bounds:
-                    return None
+            elif (bounds := ahead._bounds()) is not None:
                 low, high = max(low, bounds[0]), min(high, bounds[1])
-            elif (other := ahead._other("max")) is not None:
-                node, number = ahead.z.users[0], number_of(scalar_of(other))
-                if number is None:
-                    return None
-                low = max(low, number)
-            elif (node := ahead.follow("min")) is not None:
-                number = next((number_of(scalar_of(v)) for v in node.inputs if v is not ahead.z), None)
-                if number is None:
-                    return None
-                high = min(high, number)
+                if low > high:  # the order of the bounds would count
+                    break
+            elif (zero := ahead._other("add")) is not None:  # a zero point of 0, which changes no rounded number
+                if not rounded or number_of(scalar_of(zero)) != 0:
+                    break
+            elif (node := ahead.follow("convert_element_type")) is not None:
+                if not _saturates(ahead.z.dtype, node.outputs[0].dtype, low, high, rounded):
+                    break
             else:
                 break
-            ahead.take(node)
-        node = ahead.follow("convert_element_type")
-        if node is None or node.outputs[0].dtype.name not in EIGHT_BITS:
-            return None
-        if low > high:  # the order of the bounds would count
-            return None
-        dtype = node.outputs[0].dtype.name
-        if dtype in INTEGERS:
-            info = jnp.iinfo(dtype)
-            least, largest = float(info.min), float(info.max)
-            whole = low == round(low) and high == round(high) if math.isfinite(low) and math.isfinite(high) else False
-            # NaN is 0 in the kernel, and bounds inside of the type's come behind it
-            if not rounded or not whole or not low <= 0 <= high:
-                return None
-        else:
-            largest = float(jnp.finfo(dtype).max)
-            least = -largest
-            if rounded:
-                return None
-        if low < least or high > largest:  # the conversion of what is beyond them is not saturation
-            return None
-        ahead.take(node)
-        self.nodes, self.z = ahead.nodes, ahead.z
-        return dtype, low, high
+            ahead.take(ahead.z.users[0])
+            if ahead.z.dtype.name in EIGHT_BITS:
+                found = ahead.z.dtype.name, low, high
+                self.nodes, self.z = list(ahead.nodes), ahead.z
+                if found[0] not in INTEGERS:  # bounds of float8 would be no float32 numbers
+                    break
+        return found
+
+
+def _is_relu(node: Node) -> bool:
+    """Whether a function with a derivative of its own, of integers, is a relu: of integers no derivative is asked."""
+    body = Graph(node.params["call_jaxpr"])
+    (y, *others), (x, *more) = body.outputs, body.inputs
+    known = any(left is x and number_of(scalar_of(right)) == 0 for left, right in operands_of(y, "max"))
+    return known and not others and not more
+
+
+def _saturates(source: Any, target: Any, low: float, high: float, rounded: bool) -> bool:
+    """Whether the conversion of numbers between these bounds is part of the kernel's, or changes none of them.
+
+    XLA makes 0 of NaN, and a type's least or largest number of what is beyond it. Of float32 in a longer integer all of
+    it is asked for, and clips follow. To 8 bits nothing beyond the type is converted.
+    """
+    if target.name in EIGHT_BITS and target.name not in INTEGERS:
+        largest = float(jnp.finfo(target).max)
+        return jnp.issubdtype(source, jnp.floating) and not rounded and -largest <= low and high <= largest
+    if target.name not in (*INTEGERS, *_LONGER):
+        return False
+    if jnp.issubdtype(source, jnp.floating):
+        whole = all(math.isinf(bound) or bound == round(bound) for bound in (low, high))
+        # NaN is 0 in the kernel, and bounds inside of the type's come behind it
+        if not rounded or not whole or not low <= 0 <= high:
+            return False
+        if target.name in _LONGER:
+            return True
+    info = jnp.iinfo(target)
+    return info.min <= low and high <= info.max
 
 
 def _residual_source(r: Value) -> tuple[Value, Value | None]:
@@ -334,8 +377,12 @@ def _fused_of(
     narrowed = chain.narrowed()
     if narrowed is None:
         chain, rescale = wide, None
-    positive = activation.name in ("relu", "relu6", "sigmoid")
-    positive = positive and (rescale is None or (number_of(rescale.value) or 0.0) > 0)
+    keeps_signs = rescale is None or (number_of(rescale.value) or 0.0) > 0
+    # A lower bound of 0 is a relu in front: of u < 0 both make 0, of u > 0 neither changes anything, and NaN, -0.0 and
+    # 0 * infinity are 0 in integers. (float8 has NaN and -0.0, and a gradient.)
+    if narrowed is not None and narrowed[:2] == ("int8", 0.0) and activation.name == "none" and keeps_signs:
+        activation = Activation("relu")
+    positive = keeps_signs and activation.name in ("relu", "relu6", "sigmoid")
     residual, residual_factor = (None, None) if r is None else _residual_source(r)
     told = [("scale", factors), ("bias", bias), ("residual", r), (str(activation), activation.name != "none")]
     follows = [text for text, there in told if there]
@@ -425,7 +472,7 @@ def _within(y: Array, narrowed: tuple[str, float, float] | None, positive: bool)
         low, high = (jnp.asarray(bound, dtype).astype(jnp.float32) for bound in (low, high))
         return jnp.clip(y.astype(jnp.float32), low, high).astype(dtype)
     info = jnp.iinfo(dtype)
-    if positive:
+    if positive and low <= 0:
         low = info.min
     if low > info.min:
         y = jnp.maximum(y, jnp.asarray(low, dtype))
