@@ -65,10 +65,11 @@ def enable(*, implementation: str | None = None, auto_meshes: bool = False, tune
     or, for programs that nobody may edit, `JAXCONV_ENABLE=1` in the environment. Each `lax.conv_general_dilated` is
     then planned like a call of `jaxconv.conv2d` (`implementation=None`): forward convolutions, the gradients of images
     and filters, grouped, depthwise, dilated and transposed ones, in 1 to 3 dimensions, channels last or first, under
-    every transform. Convolutions of integers, which XLA does not compile for GPUs, run there too, and are exact. Where
-    the plan says XLA, or jaxconv has no kernel, the program is exactly lax's, but for convolutions of integers: without
-    a kernel they are matrix products on a GPU. Elsewhere numbers are lax's up to
-    rounding. `jaxconv.report()` says what became of each convolution, `jaxconv.explain(f)` what would become of it.
+    every transform. Convolutions of integers, which XLA does not compile for GPUs, run there too, and are exact.
+    Convolutions of float8 to 16 or 32 bits run on Hopper's 8-bit tensor cores. Where the plan says XLA, or jaxconv has
+    no kernel, the program is exactly lax's, but for convolutions of integers: without a kernel they are matrix products
+    on a GPU. Elsewhere numbers are lax's up to rounding, of float8 within 2^-9 of the sum of the products' absolute
+    values. `jaxconv.report()` says what became of each convolution, `jaxconv.explain(f)` what would become of it.
 
     Three kinds of programs are left to lax: exported programs, parts that `compute_on` sends to the host, and programs
     that XLA partitions over a mesh. On a mesh with Explicit axes, whose types say how arrays are split, a convolution
@@ -175,9 +176,10 @@ def report(*, clear: bool = False) -> Convolutions:
       clear: forget all programs after this call.
 
     Returns:
-      A list that prints as a table: form (fprop, dgrad, wgrad), problem, what it became (a native plan, or lax), why,
-      where, and the count. `taken` and `left` are the convolutions that run on jaxconv's kernels and on lax. Counts are
-      those in a program's text, so the body of a scan counts once. If `enable` is off, the table says so.
+      A list that prints as a table: form (fprop, dgrad, wgrad, integers, float8), problem, what it became (a native
+      plan, or lax), why, where, and the count. `taken` and `left` are the convolutions that run on jaxconv's kernels
+      and on lax. Counts are those in a program's text, so the body of a scan counts once. If `enable` is off, the table
+      says so.
     """
     found = _record.read(clear)
     if not is_on():

@@ -25,8 +25,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxconv._core import primitives, sharding
-from jaxconv._ops import conv, conv_integer
-from jaxconv._problem import DTYPES, ConvProblem, IntegerConvProblem, Precision
+from jaxconv._ops import conv, conv_float8, conv_integer
+from jaxconv._problem import DTYPES, ConvProblem, IntegerConvProblem, Precision, ScaledConvProblem
 
 Array = jax.Array
 
@@ -79,9 +79,9 @@ READINGS = (
 class Form:
     """lax's convolution as a kernel's problem, and how lax's operands become the kernel's and its result lax's."""
 
-    form: str  # "fprop", "dgrad", "wgrad"; "integers"
+    form: str  # "fprop", "dgrad", "wgrad"; "integers", "float8"
     kernel: primitives.Kernel
-    problem: ConvProblem | IntegerConvProblem
+    problem: ConvProblem | IntegerConvProblem | ScaledConvProblem
     operands: Mapping[str, Callable[[Array], Array]]  # "lhs", "rhs" -> to the kernel's, in the kernel's order
     result: Callable[[Array], Array]
 
@@ -97,6 +97,8 @@ def read(lhs: Any, rhs: Any, out: Any, params: Mapping[str, Any]) -> Form | str:
         return f"lax's convolution has parameters that jaxconv does not know: {', '.join(unknown)}"
     if conv_integer.is_integer(lhs.dtype):
         return _integers(lhs, rhs, out, params)
+    if conv_float8.is_float8(lhs, rhs):
+        return _float8(lhs, rhs, out, params)
     avals = {"lhs": lhs, "rhs": rhs, "out": out}
     dtypes = [a.dtype.name for a in avals.values()]
     if len(set(dtypes)) > 1 or dtypes[0] not in DTYPES:
@@ -154,6 +156,14 @@ def _integers(lhs: Any, rhs: Any, out: Any, params: Mapping[str, Any]) -> Form |
         },
         result,
     )
+
+
+def _float8(lhs: Any, rhs: Any, out: Any, params: Mapping[str, Any]) -> Form | str:
+    """Of float8 there is one form, forward: what lax makes of a cotangent is a convolution of the cotangent's type."""
+    sums = conv_float8.read(lhs, rhs, out, params)
+    if isinstance(sums, str):
+        return sums
+    return Form("float8", conv_float8.kernel, sums.problem, sums.operands(), sums.result)
 
 
 def _precision(value: Any) -> Precision | None:

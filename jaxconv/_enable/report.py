@@ -10,7 +10,7 @@ import threading
 class Convolution:
     """One of lax's convolutions, and equal ones beside it."""
 
-    form: str  # "fprop", "dgrad", "wgrad"; "conv" where it is none of these
+    form: str  # "fprop", "dgrad", "wgrad", "integers", "float8"; "conv" where it is none of these
     problem: str  # as it prints in `explain`, or the types of lax's operands
     became: str  # the plan of jaxconv's call: "native[im2col]"; "lax": left as it was
     why: str

@@ -91,7 +91,7 @@ def _batch(
     size, kinds = primitives.batch_size(args, dims), op.operand_kinds(p)
     folds = ("x", "residual")
     if not all(dim is None or kind in folds for dim, kind in zip(dims, kinds, strict=True)):
-        outs = jax.vmap(functools.partial(_by_parts, p), in_axes=tuple(dims))(*args)
+        outs = jax.vmap(functools.partial(op.reference, p), in_axes=tuple(dims))(*args)
         return outs, [0]
     folded = [
         primitives.fold(primitives.to_front(a, dim, size), 0, 0) if kind in folds else a

@@ -33,7 +33,7 @@ from jaxconv._core.types import (
     ToActivation,
     TransposedPadding,
 )
-from jaxconv._ops import conv, conv_integer
+from jaxconv._ops import conv, conv_float8, conv_integer
 from jaxconv._problem import ConvProblem, Pair
 
 
@@ -341,6 +341,11 @@ def conv_general_dilated(
     floating-point convolutions it calls lax: with batch_group_count, both strides and lhs_dilation, complex numbers, a
     preferred element type, empty arrays, an output sharding, or other dimension orders.
 
+    Operands of float8_e4m3fn, or of float8_e5m2, run on Hopper's 8-bit tensor cores, in any dimension order, if
+    preferred_element_type is float32, bfloat16 or float16, and if the kernel has their window and channels. Sums are
+    within 2^-9 of the sum of the products' absolute values, so a precision above the default is lax's. Derivatives are
+    lax's, too, and so are meshes with Explicit axes, of which `enable` takes those that need no gather.
+
     Integers (bool, and 2 to 64 bits) run on GPUs too, where XLA has no convolution for them: in every form that lax
     has, in up to three spatial dimensions. They are exact; sums wrap around in the result's type. lax refuses operands
     of two types, such as uint8 images and int8 filters. Here they are taken if preferred_element_type is an integer
@@ -392,6 +397,8 @@ def conv_general_dilated(
             conv_integer.precision_of((x.dtype, w.dtype), precision),
             preferred_element_type,
         )
+    if conv_float8.is_float8(x, w) and all(value is None for value in lax_only.values()):
+        return conv_float8.of_call(by_lax, x, w)
     if (
         nd not in (1, 2, 3)
         or w.ndim != x.ndim

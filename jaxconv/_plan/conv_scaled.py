@@ -112,7 +112,8 @@ class ConvScaled(Planner):
         if self.empty(p):
             return self.instead(NOTHING)
         kernel = p.algorithm or family_of(EIGHT)
-        if self.disabled(p) and (p.scaled or p.product):  # sums alone are conv_integer's, which its plan has
+        whole = p.of_integers and not p.scaled and not p.product  # sums alone are conv_integer's, which its plan has
+        if self.disabled(p) and not whole:
             own: Plan | str = disabled_text()
         else:
             own = choose.missing(device) or self.no_kernels(p, device.platform) or self.made(kernel, p, device)
@@ -124,6 +125,7 @@ class ConvScaled(Planner):
             return dataclasses.replace(own, reason=reason)
         if forced:
             return self.cannot(p, own, kernel)
-        if device.platform != "cuda" or p.product:
+        follows = p.scaled or p.bias or p.residual or p.out_scaled or p.activation.name != "none"
+        if device.platform != "cuda" or p.product or not (follows or p.of_integers):
             return self.instead(f"XLA computes it: {own}")
         return calls("two", "a convolution, then its scales")(own)

@@ -110,4 +110,4 @@ def _expect_exported(name: str, exported: object) -> None:
 
 
 def _targets() -> list[str]:
-    return sorted(made.target for made in primitives.KERNELS.values())
+    return sorted({made.target for made in primitives.KERNELS.values()})
