@@ -2,6 +2,7 @@
 
     python -m benchmarks infer --model resnet50,mobilenet_v2,efficientnet_b0 --batch 1,8,64,256 --json
     python -m benchmarks infer --ways frozen,torch --quantize int8,float8_e4m3fn --batch 256
+    python -m benchmarks infer --model mobilenet_v2 --ways frozen --batch 1 --single --json
 
 Ways: `plain`, the Flax model, its variables arguments of the jitted function; `constants`, the same with the variables
 closed over; `accelerate`, through jaxconv.accelerate; `frozen`, through jaxconv.freeze, its weights constants of the
@@ -19,6 +20,10 @@ Then, in rounds that take turns:
 
 Of each program also: what it launches (`jaxconv.launches`), and, where CUPTI is, the kernels of a call and their time;
 what it took to trace and compile; its memory (arguments, results, temporaries, constants and code).
+
+With --single also the single answer: what a call of a frozen model takes at batch 1, by the way in which it is called
+(jitted or compiled ahead of time, with graph_options, a donated input, from NumPy to NumPy, through pinned memory, with
+Python's garbage collector off and the thread on one core), and where its median goes (benchmarks/single.py).
 """
 
 from __future__ import annotations
@@ -36,7 +41,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxconv
-from benchmarks import record
+from benchmarks import record, single
 from benchmarks.answers import Answers
 from jaxconv._tools import timing
 from jaxconv.freeze import options_of
@@ -74,6 +79,14 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--seconds", type=float, metavar="S", help="of queued calls, about, of each way (1; small: .02)"
     )
     parser.add_argument(
+        "--single",
+        nargs="?",
+        type=int,
+        const=True,
+        metavar="N",
+        help="at batch 1 also the ways to call a frozen model, N calls of each, fewer of a slow one (1000; small: 9)",
+    )
+    parser.add_argument(
         "--option", action="append", default=[], metavar="NAME=VALUE", help="an option of XLA's for all programs of JAX"
     )
     parser.add_argument("--small", action=argparse.BooleanOptionalAction, default=not gpu, help="shrunk models")
@@ -84,6 +97,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     args.dtype = args.dtype or ("bf16" if gpu else "f32")
     args.calls = args.calls or (9 if args.small else 300)
     args.seconds = args.seconds or (0.02 if args.small else 1.0)
+    if args.single is True:
+        args.single = 9 if args.small else 1000
     for name, given, known in (
         ("model", args.model, SERVED),
         ("ways", args.ways, WAYS),
@@ -94,6 +109,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
             parser.error(f"--{name} {','.join(unknown)}: expected some of {','.join(known)}")
     if min(*args.batch, args.calls, args.image) < 1 or args.seconds <= 0:
         parser.error("--batch, --calls and --image are at least 1, --seconds above 0")
+    if args.single is not None:
+        if args.single < 1:
+            parser.error(f"--single {args.single}: expected at least 1 call")
+        if 1 not in args.batch or not ("frozen" in args.ways or args.quantize):
+            parser.error("--single times a frozen model at batch 1: expected 1 in --batch, and frozen in --ways")
     if any("=" not in option for option in args.option):
         parser.error("--option: expected NAME=VALUE")
     args.option = {name: _value(text) for name, text in (option.split("=", 1) for option in args.option)}
@@ -151,12 +171,17 @@ def answers(way: str, model: Any, variables: Tree, images: np.ndarray, args: arg
     if way == "constants":
         held = jax.device_put(variables)
         return Answers.of_jax(way, lambda x: apply(held, x), (images,), args.option)
-    frozen = args.quantized[way] if way in QUANTIZED else jaxconv.freeze(apply, variables)
+    frozen = frozen_model(way, model, variables, args)
     options = {**options_of(jaxconv.cost(frozen)(images)["flops"]), **args.option}  # as where it is called as it is
     if way == "frozen" or way in QUANTIZED:
         return Answers.of_jax(way, frozen, (images,), options)
     frozen.report(images)  # which makes the weights
     return Answers.of_jax(way, frozen.apply, (frozen.weights, images), options)
+
+
+def frozen_model(way: str, model: Any, variables: Tree, args: argparse.Namespace) -> jaxconv.Frozen[jax.Array]:
+    apply = functools.partial(model.apply, train=False)
+    return args.quantized[way] if way in QUANTIZED else jaxconv.freeze(apply, variables)
 
 
 def quantized(dtype: str, model: Any, variables: Tree, args: argparse.Namespace) -> Any:
@@ -245,6 +270,21 @@ def measured(programs: Sequence[Answers], batch: int, args: argparse.Namespace) 
     return rows
 
 
+def called_alone(
+    way: str,
+    predict: Callable[[Any], jax.Array],
+    images: np.ndarray,
+    reference: np.ndarray,
+    allowed: float,
+    args: argparse.Namespace,
+) -> dict[str, Any]:
+    """The row of a frozen model's single answer; each way to call it may err by as much as the way itself."""
+    row, answered = single.measured(predict, images, args.option, args.single)
+    error = max(float(np.abs(answer - reference).max()) for answer in answered.values()) / np.abs(reference).max()
+    check = {"error": float(error), "allowed": allowed, "agrees": bool(error <= allowed)}
+    return {"way": single.row_name(way), "batch": 1, **row, **check}
+
+
 def compared(
     programs: Sequence[Answers], reference: np.ndarray, dtype: str, noise: Mapping[str, float] | None = None
 ) -> list[dict[str, Any]]:
@@ -322,11 +362,22 @@ def one_model(name: str, args: argparse.Namespace, environment: dict[str, Any], 
                     raise
                 skipped[way] = f"{type(error).__name__}: {error}".splitlines()[0]
         checks = compared(programs, reference, args.dtype, noise)
+        alone = []
+        if args.single and batch == 1:  # before CUPTI, which stays, has been attached
+            for one, check in zip(programs, checks, strict=True):
+                if one.way == "frozen" or one.way in QUANTIZED:
+                    predict = frozen_model(one.way, model, variables, args)
+                    alone.append(called_alone(one.way, predict, images, reference, check["allowed"], args))
         new = [{**row, **check} for row, check in zip(measured(programs, batch, args), checks, strict=True)]
         plain = new[0]["ms"]
         rows += [{**row, "plain_ms": plain, "plain_queued_ms": new[0]["queued_ms"]} for row in new]
         for row in new:
             say(line(row, new[0]))
+        kernels_ms = {row["way"]: row["kernels_ms"] for row in new}
+        alone = [{**row, "kernels_ms": kernels_ms[single.way_of(row)]} for row in alone]
+        rows += alone
+        for row in alone:
+            say(lines_alone(row))
         if args.json:  # after each batch: a run that is cut short is worth having
             path = record.write(args.json, {**environment, **config, "skipped": skipped, "rows": rows})
     for way, why in skipped.items():
@@ -348,9 +399,19 @@ def line(row: dict[str, Any], plain: dict[str, Any]) -> str:
     text += f"; traced in {row['trace_s']:.1f} s, compiled in {row['compile_s']:.1f} s"
     if row["memory_bytes"] is not None:
         text += f", {row['memory_bytes'] / 2**20:.0f} MiB"
-    return text + (
-        "" if row["agrees"] else f"\n{'':16} DISAGREES: off by {row['error']:.2g}, allowed {row['allowed']:.2g}"
-    )
+    return text + disagreement(row)
+
+
+def lines_alone(row: dict[str, Any]) -> str:
+    tables = (single.text(table) for table in (single.table(row), single.split(row)))
+    title = f"{row['way']}, {row['called'][0]['calls']} calls of each way, in turns"
+    return "\n".join([title, *tables, *single.sentences(row)]).replace("`", "") + disagreement(row)
+
+
+def disagreement(row: dict[str, Any]) -> str:
+    if row["agrees"]:
+        return ""
+    return f"\n{'':16} DISAGREES: off by {row['error']:.2g}, allowed {row['allowed']:.2g}"
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ import pathlib
 import re
 from collections.abc import Callable, Sequence
 
-from benchmarks import figures, fleet_report, record
+from benchmarks import figures, fleet_report, record, single
 from benchmarks.cases import BY_OP
 from benchmarks.runs import DEVICE, NOTHING, WAYS, Run, is_step_alone, markdown, problems, provenance, training_step
 from benchmarks.steps import KINDS
@@ -51,7 +51,7 @@ def _table(runs: list[Run]) -> Run:
     elif runs[0]["op"] == "fleet":
         rows.sort(key=lambda row: (row["use"] == "infer", row["model"]))
     elif runs[0]["op"] == "infer":
-        rows.sort(key=lambda row: (row["batch"], list(SERVING).index(row["way"])))
+        rows.sort(key=lambda row: (row["batch"], list(SERVING).index(single.way_of(row))))
     else:
         cases = enumerate(BY_OP[runs[0]["op"]])
         place = {(case.name, pass_): (i, j) for i, case in cases for j, pass_ in enumerate(case.passes)}
@@ -188,10 +188,11 @@ SERVING = {
 
 
 def infer_table(run: Run) -> str:
-    """A row for each batch and way."""
-    with_kernels = any(row["kernels"] is not None for row in run["rows"])
+    """A row for each batch and way; of the single answer tables of their own."""
+    of_ways = [row for row in run["rows"] if not single.is_single(row)]
+    with_kernels = any(row["kernels"] is not None for row in of_ways)
     rows = []
-    for row in run["rows"]:
+    for row in of_ways:
         cells = [str(row["batch"]), SERVING[row["way"]], f"{row['ms']:.3f}", f"{row['p99_ms']:.3f}"]
         cells += [f"{row['plain_ms'] / row['ms']:.2f}", f"{row['images_per_s']:.0f}"]
         cells += [f"{row['plain_queued_ms'] / row['queued_ms']:.2f}"]
@@ -210,7 +211,17 @@ def infer_table(run: Run) -> str:
         text += "XLA's options: " + ", ".join(f"`{name}={value}`" for name, value in run["options"].items()) + ".\n\n"
     for way, why in run["skipped"].items():
         text += f"{SERVING[way]} is left out: {why}.\n\n"
+    text += "".join(single_answer(row) for row in run["rows"] if single.is_single(row))
     return text + provenance(run)
+
+
+def single_answer(row: Run) -> str:
+    """What a call takes by the way in which it is called, and where its median goes."""
+    calls = row["called"][0]["calls"]
+    text = f"{SERVING[single.way_of(row)]}, one answer at a time, {calls} calls of each way in turns:\n\n"
+    text += "\n".join(markdown(*table, 1) for table in (single.table(row), single.split(row)))
+    text += "" if row["agrees"] else "\n**The answers disagree.**\n"
+    return text + "\n" + " ".join(single.sentences(row)) + "\n\n"
 
 
 def infer_summary(runs: dict[str, Run]) -> str:
@@ -218,6 +229,8 @@ def infer_summary(runs: dict[str, Run]) -> str:
     rows = []
     for run in runs.values():
         for row in run["rows"]:
+            if single.is_single(row):
+                continue
             model = f"{run['model']}, {run['dtype']}, {row['batch']} x {run['image']}²"
             ratio = f"{row['plain_ms'] / row['ms']:.2f}"
             rows.append([model, SERVING[row["way"]], f"{row['ms']:.3f}", f"{row['images_per_s']:.0f}", ratio])

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import gc
 import graphlib
 import importlib
 import itertools
 import json
 import math
+import os
 import pathlib
 from typing import Any
 
@@ -18,7 +20,7 @@ import pytest
 from helpers import PLATFORM, with_hoppers_code
 from jax import lax
 
-from benchmarks import cases, infer, record, report, run, tune
+from benchmarks import cases, infer, record, report, run, single, tune
 from benchmarks.ops.base import Job
 from benchmarks.ops.conv import ConvCase
 from jaxconv._core.activations import Activation
@@ -563,6 +565,80 @@ def test_a_quantised_way_is_compared_and_recorded(tmp_path, capsys):
     assert rows["frozen"]["error"] < rows["int8"]["error"] <= rows["int8"]["allowed"] <= 0.5
 
 
+def test_the_single_answer_is_measured_recorded_and_kept(tmp_path, capsys):
+    pytest.importorskip("flax", reason="the models are Flax's")
+    results = tmp_path / "benchmarks" / "results"
+    command = [*INFER, "--model", "mobilenet_v2", "--ways", "frozen", "--json", str(results / "here")]
+    for name, more in (("with", ["--single", "11"]), ("without", [])):  # the newer run has not measured it
+        assert infer.main([*command, "--batch", "1", *more]) == 0
+        (path,) = (results / "here").glob("*-small-*.json")
+        path.rename(path.with_name(f"{name}.json"))
+    printed = capsys.readouterr().out
+    assert "frozen: one at a time, 11 calls of each way" in printed
+    assert "compiled, from NumPy to NumPy" in printed and "compiled, quiet" in printed
+    (run,) = report.load(results).values()
+    assert [row["way"] for row in run["rows"]] == ["plain", "frozen", "frozen: one at a time"]
+    row = run["rows"][-1]
+    assert row["agrees"] and row["error"] <= row["allowed"]
+    assert {*single.CALLS} - {one["call"] for one in row["called"]} <= {"pinned", "pinned_ready"}
+    for one in row["called"]:
+        for times in (one, one["quiet"]):
+            assert 0 < times["returns_ms"] <= times["ms"] <= times["p90_ms"] <= times["p99_ms"] <= times["max_ms"]
+    assert report.main(["--root", str(tmp_path)]) == 0
+    (page,) = (tmp_path / "docs" / "results").glob("*/infer-mobilenet_v2-f32-small.md")
+    text = page.read_text()
+    assert all(title in text for title in (single.CALLS["host"], "an empty program", single.QUIET))
+    assert report.main(["--root", str(tmp_path), "--check"]) == 0
+
+
+def test_a_single_answer_is_split_into_kernels_an_empty_program_and_the_rest():
+    def times(ms: float) -> dict[str, Any]:
+        return {"ms": ms, "p90_ms": ms, "p99_ms": ms, "max_ms": ms, "returns_ms": 0.125}
+
+    called = [
+        {"call": name, "calls": 1, **times(ms), "quiet": times(ms / 2)}
+        for name, ms in (("jit", 9.0), (single.SPLIT, 1.0), ("empty", 0.25))
+    ]
+    row = {"way": single.row_name("int8"), "called": called, "kernels_ms": 0.5, "remarks": {"pinned": "none is here"}}
+    _, rows = single.split(row)
+    assert [cells[1:] for cells in rows] == [
+        ["1.000", "0.125", "0.500", "0.250", "0.250"],
+        ["0.500", "0.125", "0.500", "0.125", "-0.125"],
+    ]
+    _, rows = single.split({**row, "kernels_ms": None})
+    assert rows[0][1:] == ["1.000", "0.125", "", "0.250", ""]
+    assert single.sentences(row)[-1] == "Compiled, from NumPy to NumPy, pinned is left out: none is here."
+    assert report.SERVING["int8"] in report.single_answer({**row, "agrees": True})
+
+
+def test_calls_are_of_the_same_function_and_a_donation_that_is_taken_gets_new_arrays(monkeypatch):
+    image = np.arange(12, dtype=np.float32).reshape(1, 2, 2, 3)
+    row, answers = single.measured(lambda x: 2 * x + 1, image, {}, calls=2)
+    assert "donated" not in row["remarks"] and {"call", "donated", "host"} <= set(answers)
+    for answer in answers.values():
+        np.testing.assert_array_equal(answer, 2 * image + 1)
+
+    def none(*args: Any) -> Any:
+        raise NotImplementedError("no memory space\nand more")
+
+    monkeypatch.setattr(single, "_pinned", none)
+    found, remarks = single.ways(lambda x: x.sum(), image, {"xla_embed_ir_in_executable": False})
+    assert not {"call", "pinned", "pinned_ready"} & set(found)
+    assert remarks["pinned"] == "NotImplementedError: no memory space"
+    assert remarks["donated"].startswith("no result has x's shape") and "its own" in remarks["call"]
+
+
+def test_quiet_leaves_the_process_as_it_was():
+    pins = hasattr(os, "sched_setaffinity")
+    before, frozen = os.sched_getaffinity(0) if pins else None, gc.get_freeze_count()
+    with pytest.raises(KeyError), single.quiet() as core:
+        assert not gc.isenabled() and gc.get_freeze_count() > 0
+        assert not pins or os.sched_getaffinity(0) == {core}
+        raise KeyError
+    assert gc.isenabled() and gc.get_freeze_count() == frozen == 0
+    assert not pins or os.sched_getaffinity(0) == before
+
+
 def test_options_of_xlas_have_their_types():
     args = infer.parse(["--option", "a=true", "--option", "b=-1", "--option", "c=FUSION,CUBLAS", "--option", "d="])
     assert args.option == {"a": True, "b": -1, "c": "FUSION,CUBLAS", "d": ""}
@@ -595,6 +671,9 @@ def test_an_answer_that_is_wrong_is_found(monkeypatch, capsys):
         (["--model", "resnet51"], "--model resnet51: expected some of resnet50"),
         (["--batch", "0"], "at least 1"),
         (["--option", "xla_gpu_graph_min_graph_size"], "expected NAME=VALUE"),
+        (["--single", "0"], "--single 0: expected at least 1 call"),
+        (["--single", "--batch", "8"], "expected 1 in --batch"),
+        (["--single", "--ways", "plain,torch"], "frozen in --ways"),
     ],
 )
 def test_bad_options_of_infer_are_refused(options, message, capsys):
