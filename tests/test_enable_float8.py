@@ -351,7 +351,8 @@ def test_transforms_are_laxs(name, way, result):
     """Numbers, types, and with enable the program."""
     case, transform = TAKEN["plain"], TRANSFORMS[name]
     x, w = case.operands("float8_e4m3fn")
-    x, w = jnp.sign(x), jnp.sign(w)
+    # Sums are exact, and none of a gradient is near 448, the largest float8_e4m3fn: XLA's conversions differ there.
+    x, w = jnp.sign(x) * jnp.asarray(0.25, x.dtype), jnp.sign(w)
     want = plain(transform(case.by(lax.conv_general_dilated, result)), x, w)
     f = transform(case.by(OURS[way], result))
     with jaxconv.enabled() if way == "enable" else jaxconv.disabled():

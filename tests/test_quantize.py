@@ -782,6 +782,11 @@ def test_what_xlas_8_bit_products_read_lies_in_memory(quantize, type_):
     assert len(read) == 5 and {made[name][0] for name in read} == {"optimization_barrier"}
     constraints = [made[made[name][2]][:2] for name in read]
     assert constraints == [["custom_call", "LayoutConstraint"]] * 5
+    checks = jaxconv.export_checks()
+    any_batch = jax.ShapeDtypeStruct((*export.symbolic_shape("n"), 6, 8), jnp.float32)
+    with _plan.Device.assumed(H100):
+        exported = export.export(jax.jit(frozen), platforms=("cuda",), disabled_checks=checks)(any_batch)
+    assert exported.mlir_module().count("@LayoutConstraint") == 5
 
 
 def test_an_empty_batch():

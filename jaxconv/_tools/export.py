@@ -27,7 +27,7 @@ def export_checks() -> list[export.DisabledSafetyCheck]:
         f = jaxconv.check_exported(jax.export.deserialize(blob)).call
 
     Returns:
-      One check per target.
+      One check per target, and one for XLA's own "LayoutConstraint", which its 8-bit products have on GPUs.
 
     Exporting fixes each call's plan. Platforms need not be present: a program that a laptop exports with
     platforms=("cpu", "cuda") holds CUDA calls if its jaxconv was built with CUDA, and XLA's own operations otherwise.
@@ -37,7 +37,7 @@ def export_checks() -> list[export.DisabledSafetyCheck]:
     jax 0.10 cannot read a program with custom calls that jax 0.11 or newer exported. `portable_exported` makes one that
     it can read.
     """
-    return [export.DisabledSafetyCheck.custom_call(target) for target in _targets()]
+    return [export.DisabledSafetyCheck.custom_call(target) for target in (*_targets(), "LayoutConstraint")]
 
 
 def check_exported(exported: export.Exported) -> export.Exported:
