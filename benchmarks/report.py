@@ -109,8 +109,12 @@ def by_kind(run: Run) -> str:
     if not profiled:
         return ""
     several = any(row["devices"] > 1 for row in profiled)
+    least = run.get("limit_kinds") or {}
     kinds = [kind for kind in KINDS if any(kind in row["kinds"] for row in profiled)]
     rows = []
+    if least:
+        cells = ["the roofline"] + (["1"] if several else []) + [f"{least[k]:.2f}" if k in least else "" for k in kinds]
+        rows.append([*cells, f"{sum(least.values()):.2f}", ""])
     for row in profiled:
         cells = [WAYS[row["way"]]] + ([str(row["devices"])] if several else [])
         cells += [f"{row['kinds'][kind]:.2f}" if kind in row["kinds"] else "" for kind in kinds]
@@ -120,6 +124,24 @@ def by_kind(run: Run) -> str:
     head = ["ms by kind"] + (["devices"] if several else []) + kinds + ["together"]
     head += [f"of the roofline, {run['limit_ms']:.2f} ms"] if run.get("limit_ms") else []
     return markdown(head, rows, 1) + "\n"
+
+
+def beside_least(runs: dict[str, Run]) -> str:
+    """Of each step with `accelerate` on one device: milliseconds of each kind of work, and the least for it."""
+    rows = []
+    for run in runs.values():
+        row = next((row for row in run["rows"] if row["way"] == "accelerate" and row.get("kinds")), None)
+        least = run.get("limit_kinds")
+        if row is None or not least:
+            continue
+        of = collections.Counter(row["kinds"])
+        cells = [f"{of[kind]:.1f} / {least[kind]:.1f}" if kind in least else f"{of[kind]:.1f}" for kind in KINDS[:5]]
+        outside = row["ms"] - sum(of.values())
+        rest = sum(of[kind] for kind in KINDS[5:])
+        total = f"{row['ms']:.1f} / {run['limit_ms']:.1f}"
+        rows.append([run["device"], training_step(run), *cells, f"{rest:.1f}", f"{max(outside, 0.0):.1f}", total])
+    head = ["GPU", "step", *KINDS[:5], "copies, other", "outside of kernels", "together"]
+    return markdown(head, rows, 2) if rows else NOTHING
 
 
 OTHER_RUN = "\\* Flax's layers were timed in another run, on a GPU of the same kind.\n"
@@ -544,9 +566,10 @@ def block(name: str, runs: dict[str, Run]) -> str:
         return kernels(runs)
     if name == "highlights":
         return highlights(runs)
-    if name in ("train", "torch"):
+    if name in ("train", "torch", "least"):
         alone = {k: r for k, r in runs.items() if is_step_alone(r)}
-        return NOTHING if not alone else train_summary(alone) if name == "train" else beside_torch(alone)
+        of_steps = {"train": train_summary, "torch": beside_torch, "least": beside_least}[name]
+        return of_steps(alone) if alone else NOTHING
     if name == "infer":
         of_kind = {k: r for k, r in runs.items() if r["op"] == "infer" and not r["small"] and r["platform"] != "cpu"}
         return infer_summary(of_kind) if of_kind else NOTHING

@@ -253,21 +253,23 @@ def profiled(run: Callable[[], None], text: str) -> dict[str, float] | None:
 # The least time
 
 
-def least_ms(calls: Iterable[Any], parameters: int, top: Ceilings) -> float:
-    """The least time of a step: `jaxconv.explain`'s calls of it, and the update of so many float32 parameters.
+def least_ms(calls: Iterable[Any], parameters: int, top: Ceilings) -> dict[str, float]:
+    """The least time of a step by kind of work: `jaxconv.explain`'s calls of it, and the update of so many float32
+    parameters, which is elementwise.
 
     Each call takes the longer of its operations at the rate of the unit that does them and of its arrays, each read or
     written once, at the rate at which memory copies. What else stands between the calls counts nothing, as if it were
     fused into them: average pooling, norms of other axes, activations of their own.
     """
-    seconds = 0.0
+    least: collections.Counter[str] = collections.Counter()
     for call in calls:
         if call.plan.implementation == "calls":  # of others in the list
             continue
         flops, size, rate = _work(call.op, call.problem, top)
-        seconds += call.count * max(flops / rate, size / top.bandwidth)
+        least[kind_of_kernel(f"jaxconv_{call.op}")] += call.count * max(flops / rate, size / top.bandwidth) * 1e3
     # SGD with momentum: parameter, momentum and gradient read, the first two written
-    return (seconds + 5 * 4 * parameters / top.bandwidth) * 1e3
+    least["elementwise"] += 5 * 4 * parameters / top.bandwidth * 1e3
+    return {kind: least[kind] for kind in KINDS if least[kind]}
 
 
 def _work(op: str, p: Any, top: Ceilings) -> tuple[float, float, float]:

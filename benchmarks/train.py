@@ -414,6 +414,7 @@ def measured(args: argparse.Namespace) -> int:
     power, many = "²³"[TASKS.get(args.model) == "segment"], " a device" if args.split == "batch" else ""
     say(f"{args.model}{' small' if args.small else ''}, {args.batch} images{many} of {args.image}{power}, {args.dtype}")
     params, stats = jax.device_get(initial(args, batch(args, 1)[0]))
+    least = limit(args, params, stats)
     config = {
         "op": "train",
         "model": args.model,
@@ -428,7 +429,8 @@ def measured(args: argparse.Namespace) -> int:
         "most_devices": max(args.devices),
         "split": args.split,
         "statistics": args.statistics,
-        "limit_ms": limit(args, params, stats),
+        "limit_ms": least and sum(least.values()),
+        "limit_kinds": least,
     }
     config |= {"options": {"graphs": "all"}} if args.graphs else {}
     rows: list[dict[str, Any]] = []
@@ -478,8 +480,8 @@ def shapes(args: argparse.Namespace, params: Tree, stats: Tree) -> tuple[Tree, T
     return state, images, labels
 
 
-def limit(args: argparse.Namespace, params: Tree, stats: Tree) -> float | None:
-    """The least time of a step of --batch images on one device of this kind, in milliseconds."""
+def limit(args: argparse.Namespace, params: Tree, stats: Tree) -> dict[str, float] | None:
+    """The least time of a step of --batch images on one device of this kind, in milliseconds, by kind of work."""
     top = limits.ceilings()
     if top is None:
         return None

@@ -75,6 +75,17 @@ def test_a_step_that_was_timed_without_flax_is_read_beside_the_newest_flax_step_
     assert "*" not in report.train_summary({"x": {**shared, "rows": alone}})
 
 
+def test_each_kind_of_work_stands_beside_the_least_that_it_may_take():
+    kinds = {"convolution": 3.0, "norm": 1.5, "copies": 0.2, "other": 0.1}
+    row = {"way": "accelerate", "devices": 1, "ms": 5.0, "kinds": kinds}
+    run = {"model": "resnet50", "dtype": "bf16", "batch": 8, "image": 32, "device": "a GPU", "rows": [row]}
+    assert report.beside_least({"x": run}) == report.NOTHING  # an older record
+    run |= {"limit_kinds": {"convolution": 2.0, "norm": 1.0, "elementwise": 0.1}, "limit_ms": 3.1}
+    text = report.beside_least({"x": run})
+    assert "| 3.0 / 2.0 | 0.0 | 1.5 / 1.0 | 0.0 | 0.0 / 0.1 | 0.3 | 0.2 | 5.0 / 3.1 |" in text
+    assert "| the roofline | 2.00 | 1.00 |  |  | 3.10 |  |" in report.by_kind(run)
+
+
 def test_a_step_that_was_timed_in_pytorch_stands_beside_ours():
     shared = {"model": "resnet50", "dtype": "bf16", "batch": 8, "image": 32, "device": "a GPU"}
     rows = [
@@ -118,7 +129,7 @@ def test_a_model_of_the_fleet_has_its_sizes_its_type_and_a_roofline(model, batch
     params, stats = jax.eval_shape(lambda: train.initial(args, training.batch(args, 1)[0]))
     monkeypatch.setattr(limits, "ceilings", lambda: limits.Ceilings(1e12, 1e12, 1e12, 1e12, 1e9, "a device"))
     update = 5 * 4 * sum(p.size for p in jax.tree.leaves(params)) / 1e9 * 1e3
-    assert train.limit(args, params, stats) > 1.5 * update
+    assert sum(train.limit(args, params, stats).values()) > 1.5 * update
 
 
 @pytest.mark.parametrize("model", ["convnext_t", "efficientnet_b0", "unet3d"])
@@ -391,11 +402,12 @@ def test_the_roofline_is_the_sum_of_each_calls_limit():
     calls = jaxconv.explain(lambda x, w: jaxconv.conv2d(x, w), platform="cuda")(x, w)
     flops, size = 2 * 2 * 64 * 9 * 16 * 32, 2 * (2 * 64 * 16 + 9 * 16 * 32 + 2 * 64 * 32)
     top = limits.Ceilings(1e12, 1e11, 1e10, 1e10, 1e9, "a device")
-    assert steps.least_ms(calls, 100, top) == pytest.approx(1e3 * (max(flops / 1e12, size / 1e9) + 2000 / 1e9))
+    of_conv = pytest.approx(1e3 * max(flops / 1e12, size / 1e9))
+    assert steps.least_ms(calls, 100, top) == {"convolution": of_conv, "elementwise": pytest.approx(2000 / 1e6)}
     slow = dataclasses.replace(top, half=1e9)
-    assert steps.least_ms(calls, 0, slow) == pytest.approx(1e3 * flops / 1e9)
+    assert steps.least_ms(calls, 0, slow) == {"convolution": pytest.approx(1e3 * flops / 1e9)}
     depthwise = jaxconv.explain(lambda x, w: jaxconv.conv2d(x, w, groups=16), platform="cuda")(x, w[:, :, :1, :16])
-    assert steps.least_ms(depthwise, 0, slow) == pytest.approx(
+    assert steps.least_ms(depthwise, 0, slow)["convolution"] == pytest.approx(
         1e3 * max(flops / 32 / 1e10, 2 * 2 * 2 * 64 * 16.5625 / 1e9), rel=0.2
     )
 

@@ -183,7 +183,8 @@ class Conv(Planner):
     def overruled(self, p: ConvProblem, device: Device, best: Plan | None) -> Plan | None:
         """A volume's first layer is stem/planes' where that was not measured near (docs/kernels/stem.md)."""
         why = stem.first_of_a_volume(self.op, p, device) if self.op in ("conv", "conv_fprop", "conv_wgrad") else None
-        if why is None or measured.nearest(self.op, p, device, "stem/planes") is not None:
+        near = measured.nearest(self.op, p, device, "stem/planes")
+        if why is None or (near is not None and near.apart <= measured.FAR):
             return None
         planes = self.made("stem/planes", p, device)
         return dataclasses.replace(planes, reason=why) if isinstance(planes, Plan) else None
