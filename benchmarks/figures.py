@@ -199,6 +199,7 @@ FIGURES: dict[str, tuple[Callable[[dict[str, Run]], Any], Callable[[Any, Any], N
     "docs/steps.svg": (_steps, _draw_steps),
     "docs/steps_by_kind.svg": (functools.partial(_kinds, DEVICE), functools.partial(_draw_kinds, DEVICE)),
     "docs/steps_by_kind_h100.svg": (functools.partial(_kinds, SECOND), functools.partial(_draw_kinds, SECOND)),
+    "docs/steps_roofline.svg": (functools.partial(_fractions, DEVICE), functools.partial(_draw_fractions, DEVICE)),
     "docs/steps_roofline_h100.svg": (functools.partial(_fractions, SECOND), functools.partial(_draw_fractions, SECOND)),
     "docs/roofline.svg": (_roofline, _draw_roofline),
     **{

@@ -126,22 +126,30 @@ def by_kind(run: Run) -> str:
     return markdown(head, rows, 1) + "\n"
 
 
+_BESIDE = {  # a column: kinds of work. In a CUDA graph a product's kernels have no names but those of convolutions.
+    "convolutions and products": ("convolution", "product"),
+    "norms": ("norm",),
+    "pools": ("pool",),
+    "elementwise": ("elementwise",),
+    "copies, other": ("copies", "exchange", "other"),
+}
+
+
 def beside_least(runs: dict[str, Run]) -> str:
     """Of each step with `accelerate` on one device: milliseconds of each kind of work, and the least for it."""
     rows = []
     for run in runs.values():
         row = next((row for row in run["rows"] if row["way"] == "accelerate" and row.get("kinds")), None)
-        least = run.get("limit_kinds")
-        if row is None or not least:
+        if row is None or not run.get("limit_kinds"):
             continue
-        of = collections.Counter(row["kinds"])
-        cells = [f"{of[kind]:.1f} / {least[kind]:.1f}" if kind in least else f"{of[kind]:.1f}" for kind in KINDS[:5]]
-        outside = row["ms"] - sum(of.values())
-        rest = sum(of[kind] for kind in KINDS[5:])
-        total = f"{row['ms']:.1f} / {run['limit_ms']:.1f}"
-        rows.append([run["device"], training_step(run), *cells, f"{rest:.1f}", f"{max(outside, 0.0):.1f}", total])
-    head = ["GPU", "step", *KINDS[:5], "copies, other", "outside of kernels", "together"]
-    return markdown(head, rows, 2) if rows else NOTHING
+        cells = []
+        for kinds in _BESIDE.values():
+            took, least = (sum(of.get(kind, 0.0) for kind in kinds) for of in (row["kinds"], run["limit_kinds"]))
+            cells.append(f"{took:.1f} / {least:.1f}" if least else f"{took:.1f}")
+        outside = max(row["ms"] - sum(row["kinds"].values()), 0.0)
+        together = f"{row['ms']:.1f} / {run['limit_ms']:.1f}"
+        rows.append([run["device"], training_step(run), *cells, f"{outside:.1f}", together])
+    return markdown(["GPU", "step", *_BESIDE, "outside of kernels", "together"], rows, 2) if rows else NOTHING
 
 
 OTHER_RUN = "\\* Flax's layers were timed in another run, on a GPU of the same kind.\n"
@@ -539,15 +547,13 @@ def highlights(runs: dict[str, Run]) -> str:
 
 
 def beside_torch(runs: dict[str, Run]) -> str:
-    """A row for each training step that was measured in PyTorch too, on one device."""
+    """A row for each training step of which one run measured Flax's layers, jaxconv and PyTorch, on one device."""
     rows = []
     for run in runs.values():
-        of = {row["way"]: row for row in run["rows"] if row["devices"] == 1}
-        if "torch" in of and "accelerate" in of:
-            flax, _ = _over_flax(run, of["accelerate"])
-            ours, torch = (of[way]["ms"] for way in ("accelerate", "torch"))
-            times = [f"{torch:.1f} ms", f"{flax:.1f} ms" if flax else "", f"{ours:.1f} ms", f"{torch / ours:.2f}"]
-            rows.append([run["device"], training_step(run), *times])
+        if found := _together(run):
+            torch, _, ours = found
+            cells = [*(f"{ms:.1f} ms" for ms in found), f"{torch / ours:.2f}"]
+            rows.append([run["device"], training_step(run), *cells])
     head = ["GPU", "training step", "PyTorch, torch.compile", "XLA", "jaxconv", "PyTorch / jaxconv"]
     return markdown(head, rows, 2) if rows else NOTHING
 

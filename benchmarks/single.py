@@ -149,7 +149,6 @@ def quiet() -> Iterator[int | None]:
     """No garbage collection, and this thread on one core, which is given; None where the system does not allow it."""
     collects = gc.isenabled()
     gc.collect()
-    gc.freeze()
     gc.disable()
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_setaffinity") else set()
     core = max(cores, default=None)
@@ -163,7 +162,6 @@ def quiet() -> Iterator[int | None]:
     finally:
         if core is not None:
             os.sched_setaffinity(0, cores)
-        gc.unfreeze()
         if collects:
             gc.enable()
 

@@ -88,8 +88,14 @@ def lowered(f: Callable[..., Any], *args: Any, device: Any = H100, enable: bool 
 
 
 def plain(f: Callable[..., Any], *args: Any) -> Any:
+    """lax's own. On an H200 cuDNN runs some of XLA's convolutions of float8 with none of its engines (status 2002)."""
     with jaxconv.disabled():
-        return jax.jit(lambda *args: f(*args))(*args)
+        try:
+            return jax.jit(lambda *args: f(*args))(*args)
+        except jax.errors.JaxRuntimeError as error:
+            if "cudnn status" not in str(error):
+                raise
+            return pytest.skip("XLA has no convolution here to compare with: every engine of cuDNN's fails")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
