@@ -130,9 +130,10 @@ def _fractions(device: str, runs: dict[str, Run]) -> dict[str, dict[str, float]]
     """{training step: {way: its roofline over its milliseconds}} on one device."""
     fractions: dict[str, dict[str, float]] = {}
     for name, run in runs.items():
-        if name.startswith(f"{device}/") and is_step_alone(run) and run.get("limit_ms"):
-            ways = {row["way"]: round(run["limit_ms"] / row["ms"], 3) for row in run["rows"] if row["devices"] == 1}
-            fractions[training_step(run)] = ways
+        if name.startswith(f"{device}/") and is_step_alone(run):
+            limited = [row for row in run["rows"] if row["devices"] == 1 and row.get("limit_ms")]
+            if limited:
+                fractions[training_step(run)] = {row["way"]: round(row["limit_ms"] / row["ms"], 3) for row in limited}
     return dict(sorted(fractions.items(), key=lambda item: -item[1].get("accelerate", 0.0)))
 
 

@@ -134,9 +134,10 @@ def joined(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
         # What an older run refused to run says nothing.
         skipped = "skipped" if parts else None
         rows = [row for row in run["rows"] if key(row) not in known and row.get("status", "ok") != skipped]
-        if run["op"] == "train":  # a way's speed is relative to Flax's layers in its own run
+        if run["op"] == "train":  # a way's speed is relative to Flax's layers and to the roofline in its own run
             flax = {row["devices"]: row["ms"] for row in run["rows"] if row["way"] == "flax"}
             rows = [{**row, "flax_ms": row.get("flax_ms") or flax.get(row["devices"])} for row in rows]
+            rows = [{"limit_ms": run.get("limit_ms"), "limit_kinds": run.get("limit_kinds"), **row} for row in rows]
         if rows:
             known.update(map(key, rows))
             parts.append({**run, "rows": rows})

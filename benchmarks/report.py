@@ -103,6 +103,11 @@ def table(run: Run) -> str:
     return markdown(head, rows, 4) + "\n" + provenance(run)
 
 
+def _of_roofline(row: Run) -> str:
+    """The part of the roofline of its own run that a step on one device reached."""
+    return f"{row['limit_ms'] / row['ms']:.2f}" if row.get("limit_ms") and row["devices"] == 1 else ""
+
+
 def by_kind(run: Run) -> str:
     """Milliseconds of each kind of work in a step, where a profile was recorded, and the model's roofline."""
     profiled = [row for row in run["rows"] if row.get("kinds")]
@@ -119,8 +124,7 @@ def by_kind(run: Run) -> str:
         cells = [WAYS[row["way"]]] + ([str(row["devices"])] if several else [])
         cells += [f"{row['kinds'][kind]:.2f}" if kind in row["kinds"] else "" for kind in kinds]
         cells += [f"{sum(row['kinds'].values()):.2f}"]
-        alone = run.get("limit_ms") and row["devices"] == 1
-        rows.append(cells + ([f"{run['limit_ms'] / row['ms']:.2f}" if alone else ""] if run.get("limit_ms") else []))
+        rows.append(cells + ([_of_roofline(row)] if run.get("limit_ms") else []))
     head = ["ms by kind"] + (["devices"] if several else []) + kinds + ["together"]
     head += [f"of the roofline, {run['limit_ms']:.2f} ms"] if run.get("limit_ms") else []
     return markdown(head, rows, 1) + "\n"
@@ -140,14 +144,14 @@ def beside_least(runs: dict[str, Run]) -> str:
     rows = []
     for run in runs.values():
         row = next((row for row in run["rows"] if row["way"] == "accelerate" and row.get("kinds")), None)
-        if row is None or not run.get("limit_kinds"):
+        if row is None or not row.get("limit_kinds"):
             continue
         cells = []
         for kinds in _BESIDE.values():
-            took, least = (sum(of.get(kind, 0.0) for kind in kinds) for of in (row["kinds"], run["limit_kinds"]))
+            took, least = (sum(of.get(kind, 0.0) for kind in kinds) for of in (row["kinds"], row["limit_kinds"]))
             cells.append(f"{took:.1f} / {least:.1f}" if least else f"{took:.1f}")
         outside = max(row["ms"] - sum(row["kinds"].values()), 0.0)
-        together = f"{row['ms']:.1f} / {run['limit_ms']:.1f}"
+        together = f"{row['ms']:.1f} / {row['limit_ms']:.1f}"
         rows.append([run["device"], training_step(run), *cells, f"{outside:.1f}", together])
     return markdown(["GPU", "step", *_BESIDE, "outside of kernels", "together"], rows, 2) if rows else NOTHING
 
@@ -274,7 +278,7 @@ def train_summary(runs: dict[str, Run]) -> str:
     for run in sorted(runs.values(), key=lambda run: (-of[run["device"]], run["device"])):
         for row in run["rows"]:
             figures = [f"{row['ms']:.1f}", f"{row['images_per_s']:.0f}", _over_flax(run, row)[1]]
-            figures += [f"{run['limit_ms'] / row['ms']:.2f}" if run.get("limit_ms") else ""]
+            figures += [_of_roofline(row)]
             figures += [f"{row['memory_bytes'] / 2**30:.1f}" if row.get("memory_bytes") else ""]
             figures += [f"{row['compile_s']:.0f}" if row.get("compile_s") else ""]
             rows.append([run["device"], training_step(run), WAYS[row["way"]], *figures])
@@ -515,7 +519,7 @@ TABLES = (  # (table, suite, what it is)
 
 def _together(run: Run) -> list[float] | None:
     """[PyTorch's, Flax's, our] time of a training step on one device, where all three are of one run."""
-    of = {row["way"]: row for row in run["rows"] if row["devices"] == 1 and not row.get("earlier")}
+    of = {row["way"]: row for row in run["rows"] if row["devices"] == 1}
     ways = [of.get(way) for way in ("torch", "flax", "accelerate")]
     same = all(row is not None for row in ways) and len({row["flax_ms"] for row in ways}) == 1
     return [row["ms"] for row in ways] if same else None

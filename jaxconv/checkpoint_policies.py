@@ -29,6 +29,7 @@ from jaxconv._ops.conv import (
     statistics,
     wgrad,
 )
+from jaxconv._ops.conv_float8 import kernel as conv_float8
 from jaxconv._ops.conv_normalised import normalised, normalised_statistics, normalised_wgrad
 from jaxconv._ops.dense import dense_gradient, dense_kernel, matmul
 from jaxconv._ops.gated import dense_gated, dense_gated_gradient
@@ -38,7 +39,7 @@ from jaxconv._ops.squeeze_excite import excite
 
 _CONVS = (
     *(fprop, dgrad, dgrad_add, dgrad_sums, gradient, gradient_add, wgrad, conv_kernel, conv_add),
-    *(statistics, add_statistics, normalised, normalised_statistics, normalised_wgrad),
+    *(statistics, add_statistics, normalised, normalised_statistics, normalised_wgrad, conv_float8),
 )
 _DENSES = (matmul, dense_kernel, dense_gated, dense_gradient, dense_gated_gradient)
 _NORMS = (train, infer, given, signs, norm)

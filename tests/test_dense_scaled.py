@@ -4,6 +4,7 @@ mistakes."""
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Any
 
 import jax
@@ -349,6 +350,37 @@ def test_plans_for_hopper(code_for_gpus, m, k, n, options, implementation, why):
     plan = _plan.plan("conv_scaled", problem(m, k, n, **options), H200)
     assert plan.implementation == implementation and why in plan.reason
     assert plan.kernel == ("sm90/eight" if implementation == "native" else "")
+
+
+FEW = (values(0, (6, 64), "int8"), values(1, (64, 32), "int8"), np.linspace(0.5, 1.0, 32, dtype=np.float32))
+
+
+def by_jnp(x: Any, w: Any, scale: Any) -> Any:
+    return jnp.dot(x, w, preferred_element_type=jnp.int32).astype(jnp.float32) * scale
+
+
+MEANINGS = {
+    "alone": lambda x, w, s: jaxconv.dense(x, w, scale=s),
+    "mapped scales": lambda x, w, s: jax.vmap(lambda s: jaxconv.dense(x, w, scale=s))(jnp.stack([s, s])),
+    "mapped filters": lambda x, w, s: jax.vmap(lambda w: jaxconv.dense(x, w, scale=s))(jnp.stack([w, w])),
+    "gradient": lambda x, w, s: jax.grad(lambda s: jaxconv.accelerate(by_jnp)(x, w, s).sum())(s),
+    "jvp": lambda x, w, s: jax.jvp(lambda s: jaxconv.accelerate(by_jnp)(x, w, s), (s,), (s,)),
+    "mapped jnp": lambda x, w, s: jax.vmap(jaxconv.accelerate(by_jnp), (None, None, 0))(x, w, jnp.stack([s, s])),
+}
+
+
+@pytest.mark.parametrize("name", MEANINGS)
+def test_what_xlas_products_read_lies_row_after_row(name):
+    """On a GPU a product of fewer than 16 rows that are transposed was wrong: also behind transforms."""
+    with _plan.Device.assumed(A100):  # which has no kernel of ours
+        text = jax.jit(MEANINGS[name]).trace(*FEW).lower(lowering_platforms=("cuda",)).as_text()
+    read = []
+    for function in text.split("func.func"):  # each has names of its own
+        operation = dict(re.findall(r"(%\w+) = stablehlo\.(\w+)", function))
+        found = re.findall(r"stablehlo\.dot_general (%\w+), .*?: \(tensor<[^>]*xi8>", function)
+        read += [operation[one] for one in found]
+        assert function.count("@LayoutConstraint") == len(found)
+    assert read and set(read) == {"optimization_barrier"}
 
 
 def test_plans_elsewhere(code_for_gpus, monkeypatch):

@@ -18,7 +18,9 @@ from jax.sharding import PartitionSpec as P
 
 import jaxconv
 from jaxconv import _plan
+from jaxconv._core import primitives
 from jaxconv._enable import forms
+from jaxconv._ops import conv_float8
 
 TYPES = ("float8_e4m3fn", "float8_e5m2")
 RESULTS = ("float32", "bfloat16", "float16")
@@ -288,7 +290,11 @@ def test_exported_programs_are_laxs(code_for_gpus):
     x, w = case.operands("float8_e4m3fn")
     n = jax.export.symbolic_shape("n")[0]
     like = jax.ShapeDtypeStruct((n, *x.shape[1:]), x.dtype)
-    for conv, first in ((lax.conv_general_dilated, x), (lax.conv_general_dilated, like), (OURS["enable"], like)):
+    for conv, first in (
+        (lax.conv_general_dilated, x),
+        (lax.conv_general_dilated, like),
+        (jaxconv.conv_general_dilated, like),
+    ):
         with _plan.Device.assumed(H100), jaxconv.enabled():
             exported = jax.export.export(jax.jit(case.by(conv)), platforms=("cuda", "cpu"))(first, w)
         text = exported.mlir_module()
@@ -329,6 +335,13 @@ def in_float32(f: Callable[..., Any], *args: Any) -> jax.Array:
     return jnp.sum(f(*args).astype("float32") ** 2)
 
 
+def _with_a_jvp(f: Callable[..., Any]) -> Callable[..., Any]:
+    """f with a derivative in x alone, which calls it on the tangent."""
+    g = jax.custom_jvp(f)
+    g.defjvp(lambda primals, tangents: (f(*primals), f(tangents[0], primals[1])))
+    return g
+
+
 TRANSFORMS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
     "grad": lambda f: jax.grad(lambda x, w: in_float32(f, x, w), (0, 1)),
     "grad of images": lambda f: jax.grad(lambda x, w: in_float32(f, x, w)),
@@ -339,6 +352,9 @@ TRANSFORMS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
     "linearize": lambda f: lambda x, w: jax.linearize(f, x, w)[1](x, w),
     "grad of a grad": lambda f: jax.grad(lambda x, w: in_float32(jax.grad(lambda x: in_float32(f, x, w)), x)),
     "jvp of a grad": lambda f: lambda x, w: jax.jvp(jax.grad(lambda x: in_float32(f, x, w)), (x,), (x,)),
+    "linear transpose": lambda f: lambda x, w: jax.linear_transpose(lambda x: f(x, w), x)(f(x, w)),
+    "linear transpose of filters": lambda f: lambda x, w: jax.linear_transpose(lambda w: f(x, w), w)(f(x, w)),
+    "custom jvp": lambda f: jax.grad(lambda x, w: in_float32(_with_a_jvp(f), x, w)),
     "remat": lambda f: jax.grad(jax.checkpoint(lambda x, w: in_float32(f, x, w)), (0, 1)),
     "vmap": lambda f: lambda x, w: jax.vmap(f, (0, None))(jnp.stack([x, -x]), w),
     "vmap of filters": lambda f: lambda x, w: jax.vmap(f, (None, 0), 1)(x, jnp.stack([w, -w])),
@@ -417,3 +433,30 @@ def test_numpys_arrays_and_what_is_not_yet_an_array():
     x, w = case.operands("float8_e5m2")
     got = case.by(jaxconv.conv_general_dilated)(*map(np.asarray, (x, w)))
     assert np.array_equal(got, plain(case.by(lax.conv_general_dilated), x, w))
+
+
+def test_remat_keeps_what_a_policy_keeps_of_convolutions():
+    case = TAKEN["plain"]
+    x, w = case.operands("float8_e4m3fn")
+
+    def forward(x: jax.Array) -> jax.Array:
+        return jnp.sin(case.by(jaxconv.conv_general_dilated)(x, w)).sum()
+
+    def count(policy: Any) -> int:
+        jaxpr = jax.make_jaxpr(jax.grad(jax.checkpoint(forward, policy=policy)))(x)
+        return sum(one.primitive is conv_float8.kernel.primitive for one in primitives.equations(jaxpr.jaxpr))
+
+    policies = jaxconv.checkpoint_policies
+    assert [count(one) for one in (policies.save_convs, policies.save_products, policies.save_all)] == [1, 1, 1]
+    assert count(jax.checkpoint_policies.nothing_saveable) == 2
+
+
+@with_hoppers_code
+@pytest.mark.parametrize("precision", ["highest", lax.Precision.HIGH, ("default", "highest")])
+def test_accelerate_leaves_a_precision_above_the_default(code_for_gpus, precision):
+    case = TAKEN["plain"]
+    x, w = case.operands("float8_e4m3fn")
+    for one, expected in ((precision, {}), ("default", ONE)):
+        numbers = case.by(lax.conv_general_dilated, precision=one)
+        f = jaxconv.accelerate(lambda x, w, numbers=numbers: numbers(x, w) * 0.5)
+        assert targets(lowered(f, x, w, enable=False)) == expected

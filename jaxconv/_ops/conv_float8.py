@@ -64,6 +64,7 @@ def _jvp(primals: Sequence[Array], tangents: Sequence[Any], *, problem: ScaledCo
     return kernel(problem, x, w), sum(parts[1:], parts[0])
 
 
+primitives.by_reference(kernel)  # its transpose is lax's
 ad.primitive_jvps[kernel.primitive] = _jvp
 
 
@@ -106,7 +107,7 @@ def read(lhs: Any, rhs: Any, out: Any, params: Mapping[str, Any]) -> Sums | str:
         return "an array is empty"
     if why := conv_integer.missing_numbers(nd, params):
         return why
-    if not _is_default(params["precision"]):
+    if not is_default(params["precision"]):
         return f"precision={params['precision']!r}: the tensor cores' sums of float8 have fewer bits than float32"
     # The window, and what has none, are those of 8-bit integers.
     sums = sums_of_integers(IntegerConvProblem.of_lax(("int8", "int8", "int32"), lhs.shape, rhs.shape, params))
@@ -120,7 +121,7 @@ def read(lhs: Any, rhs: Any, out: Any, params: Mapping[str, Any]) -> Sums | str:
     return Sums(given, (n, *image, c), (*taps, into, k), tuple(order[axis] for axis in range(nd + 2)))
 
 
-def _is_default(precision: Any) -> bool:
+def is_default(precision: Any) -> bool:
     """None in a traced convolution is the default: jax_default_matmul_precision was looked up when it was traced."""
     pair = precision if isinstance(precision, (tuple, list)) else (precision,)
     return all(one in (None, lax.Precision.DEFAULT) for one in pair)

@@ -15,13 +15,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental.layout import Layout, with_layout_constraint
 
 # Held, because a program may put ours in their place.
 from jax.lax import conv_general_dilated, dot_general, reduce_window
 
 from jaxconv._core import primitives
 from jaxconv._core.activations import CHEAP, Activation, activate, activate_tangent
+from jaxconv._core.in_memory import in_memory
 from jaxconv._problem import (
     AvgPoolProblem,
     BatchNormProblem,
@@ -203,21 +203,14 @@ def conv_scaled_sums(p: ScaledConvProblem, x: jax.Array, w: jax.Array) -> jax.Ar
     )
 
 
-def _in_memory(x: jax.Array) -> jax.Array:
-    """x (rows, terms) as XLA shall have it in memory where a GPU's product reads it: row after row.
-
-    Where an int8 product of XLA's reads the rows transposed, from memory or from what its own kernel computes, an
-    attention block answered wrongly (jaxlib 0.11.2, H100; docs/kernels/eight.md).
-    """
-    if primitives.lowers_for() != "cuda":
-        return x
-    return lax.optimization_barrier(with_layout_constraint(x, Layout(major_to_minor=(0, 1))))
+# Where an int8 product of XLA's reads fewer than 16 rows transposed, from memory or from what its own kernel computes,
+# all of it is wrong (jaxlib 0.11.2, H100; docs/kernels/eight.md). So x of these products is in memory, row after row.
 
 
 def _product_of_float8(x: jax.Array, w: jax.Array) -> jax.Array:
     """x @ w in float32. At a lower precision XLA lets a GPU's tensor cores add up all products with 14 bits."""
     how = dict(precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
-    return lax.dot_general(_in_memory(x), w, (((1,), (0,)), ((), ())), **how)
+    return lax.dot_general(in_memory(x), w, (((1,), (0,)), ((), ())), **how)
 
 
 def _product_of_integers(x: jax.Array, w: jax.Array) -> jax.Array:
@@ -231,7 +224,7 @@ def _product_of_integers(x: jax.Array, w: jax.Array) -> jax.Array:
         x, w = jnp.pad(x, ((0, 0), (0, rest))), jnp.pad(w, ((0, rest), (0, 0)))
     moved = [a.dtype == jnp.uint8 for a in (x, w)]
     a, b = (lax.bitcast_convert_type(v ^ 128, jnp.int8) if by else v for v, by in zip((x, w), moved, strict=True))
-    y = lax.dot_general(_in_memory(a), b, (((1,), (0,)), ((), ())), preferred_element_type=jnp.int32)
+    y = lax.dot_general(in_memory(a), b, (((1,), (0,)), ((), ())), preferred_element_type=jnp.int32)
     if moved[0]:
         y = y + 128 * jnp.sum(w, 0, keepdims=True, dtype=jnp.int32)
     if moved[1]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -301,8 +302,10 @@ def scale_of(where: str, argument: str, value: Any, scalar: bool) -> jax.Array:
     What has a value while the function is traced is confirmed.
     """
     # Confirmed before it becomes an array, which is a tracer under jit.
+    if isinstance(value, int) and abs(value) >= 2**128:  # larger than float32's numbers, perhaps than float64's
+        value = math.inf if value > 0 else -math.inf
     known = None if isinstance(value, jax.core.Tracer) else value
-    if isinstance(value, (int, float, np.generic)) and not isinstance(value, bool):
+    if isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool):
         with np.errstate(over="ignore", under="ignore"):
             value = np.float32(value)
     array = as_mask(where, argument, value)

@@ -27,8 +27,8 @@ from jaxconv import _plan
 from jaxconv._core.activations import Activation
 from jaxconv._core.graph import Array, Constant, Graph, Node, Value, channels_of, number_of, operands_of, scalar_of
 from jaxconv._flax import fused
-from jaxconv._ops import conv_integer, conv_scaled
-from jaxconv._problem import EIGHT_BITS, ScaledConvProblem, is_number
+from jaxconv._ops import conv_float8, conv_integer, conv_scaled
+from jaxconv._problem import EIGHT_BITS, FLOAT8, ScaledConvProblem, is_number
 from jaxconv.accelerate.activations import Activations
 from jaxconv.accelerate.linear import Fused, Refusal, window_of
 
@@ -321,6 +321,8 @@ def find_scaled(node: Node, activations: Activations, adds: Callable[[Value], bo
         raise Refusal("its result has a sharding of its own")
     x, w = (source_of(v) for v in node.inputs)
     assert x is not None and w is not None
+    if x.dtype.name in FLOAT8 and not conv_float8.is_default(node.params["precision"]):
+        raise Refusal(f"precision={node.params['precision']!r}: sums of float8 have fewer bits than float32")
     chain = _Chain([node], node.outputs[0], form.axis, free)
     chain.convert()
     if chain.z.dtype.name not in _RESULTS:
