@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import DEVICE, H200, PLATFORM, calls, poison, with_hoppers_code
+from helpers import A100, DEVICE, H100, H200, PLATFORM, calls, poison, with_hoppers_code
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -629,6 +629,43 @@ def test_there_is_no_derivative():
         jax.grad(lambda scale: jaxconv.conv2d(x, w, scale=scale).sum())(np.float32(1))
     stopped = jax.grad(lambda s: jaxconv.conv2d(x, w, scale=jax.lax.stop_gradient(s)).sum() * s)(np.float32(1))
     assert stopped == 16 * 16 * 16
+
+
+def _sums(x: Any, w: Any) -> jax.Array:
+    numbers = ("NHWC", "HWIO", "NHWC")
+    return lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=numbers, preferred_element_type=jnp.int32)
+
+
+def _in_jnp(x: Any, w: Any, scale: Any) -> jax.Array:
+    return _sums(x, w).astype(jnp.float32) * scale
+
+
+def _call(x: Any, w: Any, scale: Any) -> jax.Array:
+    return jaxconv.conv2d(x, w, padding="SAME", scale=scale)
+
+
+ANY_BATCH: dict[str, Any] = {
+    "scaled": _call,
+    "mapped scales": lambda x, w, s: jax.vmap(_call, (None, None, 0))(x, w, jnp.stack([s, s])),
+    "mapped filters": lambda x, w, s: jax.vmap(_call, (None, 0, None))(x, jnp.stack([w, w]), s),
+    "jnp": jaxconv.accelerate(_in_jnp),
+    "mapped jnp": lambda x, w, s: jax.vmap(jaxconv.accelerate(_in_jnp), (None, None, 0))(x, w, jnp.stack([s, s])),
+    "gradient": lambda x, w, s: jax.grad(lambda s: jaxconv.accelerate(_in_jnp)(x, w, s).sum())(s),
+}
+
+
+@pytest.mark.parametrize("device", [H100, A100], ids=["H100", "A100"])
+@pytest.mark.parametrize("name", ANY_BATCH)
+def test_xla_is_left_no_convolution_of_integers_of_any_batch(name, device):
+    """It has none on NVIDIA's GPUs, and a symbolic extent has no kernel."""
+    x = jax.ShapeDtypeStruct((*jax.export.symbolic_shape("n"), 6, 6, 16), jnp.int8)
+    w, scale = np.ones((3, 3, 16, 16), np.int8), np.full(16, 0.5, np.float32)
+    f = jax.jit(lambda *args: ANY_BATCH[name](*args))  # of no cache
+    export = functools.partial(jax.export.export, f, disabled_checks=jaxconv.export_checks())
+    with _plan.Device.assumed(device):
+        assert "stablehlo.convolution" not in export(platforms=("cuda",))(x, w, scale).mlir_module()
+    given = np.ones((2, 6, 6, 16), np.int8), w, scale
+    np.testing.assert_array_equal(export(platforms=("cuda", "cpu"))(x, w, scale).call(*given), f(*given))
 
 
 # ----------------------------------------------------------------------------------------------------------------------

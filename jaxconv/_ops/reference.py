@@ -83,11 +83,13 @@ def conv_integer(p: IntegerConvProblem, lhs: jax.Array, rhs: jax.Array) -> list[
         batch_group_count=p.batch_groups,
         preferred_element_type=p.dtype,
     )
-    if primitives.lowers_for() == "cuda":
-        return [conv_by_products(lhs, rhs, **params)]
-    if p.lhs_dtype != p.rhs_dtype:
-        lhs, rhs = lhs.astype(p.dtype), rhs.astype(p.dtype)
-    return [conv_general_dilated(lhs, rhs, **params)]
+
+    def by_lax(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+        if p.lhs_dtype != p.rhs_dtype:
+            lhs, rhs = lhs.astype(p.dtype), rhs.astype(p.dtype)
+        return conv_general_dilated(lhs, rhs, **params)
+
+    return [_of_integers(functools.partial(conv_by_products, **params), by_lax, lhs, rhs)]
 
 
 def conv_by_products(
@@ -172,20 +174,27 @@ def conv_scaled_sums(p: ScaledConvProblem, x: jax.Array, w: jax.Array) -> jax.Ar
     if p.product:
         y = _product_of_integers(x[:, 0], w[0]) if p.of_integers else _product_of_float8(x[:, 0], w[0])
         return y[:, None]
-    if p.of_integers and primitives.lowers_for() == "cuda":
-        numbers = lax.conv_dimension_numbers(x.shape, w.shape, p.dimension_numbers)
-        return conv_by_products(
-            x,
-            w,
-            window_strides=p.stride,
-            padding=p.padding,
-            lhs_dilation=(1,) * p.nd,
-            rhs_dilation=p.dilation,
-            dimension_numbers=numbers,
-            feature_group_count=p.groups,
-            batch_group_count=1,
-            preferred_element_type=p.sums_dtype,
-        )
+    if p.of_integers:
+        return _of_integers(functools.partial(_sums_by_products, p), functools.partial(_sums_by_lax, p), x, w)
+    return _sums_by_lax(p, x, w)
+
+
+def _sums_by_products(p: ScaledConvProblem, x: jax.Array, w: jax.Array) -> jax.Array:
+    return conv_by_products(
+        x,
+        w,
+        window_strides=p.stride,
+        padding=p.padding,
+        lhs_dilation=(1,) * p.nd,
+        rhs_dilation=p.dilation,
+        dimension_numbers=lax.conv_dimension_numbers(x.shape, w.shape, p.dimension_numbers),
+        feature_group_count=p.groups,
+        batch_group_count=1,
+        preferred_element_type=p.sums_dtype,
+    )
+
+
+def _sums_by_lax(p: ScaledConvProblem, x: jax.Array, w: jax.Array) -> jax.Array:
     if not p.of_integers or p.w_dtype != p.dtype:
         x, w = x.astype(p.sums_dtype), w.astype(p.sums_dtype)
     # XLA's CPU code of int8 reads beside a pad in front of its convolution (jaxlib 0.10). It has these pads itself.
@@ -201,6 +210,16 @@ def conv_scaled_sums(p: ScaledConvProblem, x: jax.Array, w: jax.Array) -> jax.Ar
         precision=lax.Precision.DEFAULT,  # TF32 and bfloat16 hold a number of float8 exactly
         preferred_element_type=p.sums_dtype,
     )
+
+
+def _of_integers(on_gpus: Callable[..., jax.Array], elsewhere: Callable[..., jax.Array], *args: jax.Array) -> jax.Array:
+    """A convolution of integers, which XLA does not have on NVIDIA's GPUs: also where no platform is known yet, in a
+    program that is mapped or differentiated."""
+    where = primitives.lowers_for()
+    empty = any(is_number(extent) and extent == 0 for a in args for extent in a.shape)
+    if where is None and not empty:
+        return lax.platform_dependent(*args, cuda=on_gpus, default=elsewhere)
+    return (on_gpus if where == "cuda" else elsewhere)(*args)
 
 
 # Where an int8 product of XLA's reads fewer than 16 rows transposed, from memory or from what its own kernel computes,
