@@ -82,11 +82,13 @@ class Program:
         self.trained.run(1)
         self.compile_s = time.perf_counter() - begin
         self.trained.run(3)
-        samples = []
-        for _ in range(repeat):
+
+        def sample() -> float:
             begin = time.perf_counter()
             self.trained.run(steps)
-            samples.append((time.perf_counter() - begin) / steps * 1e3)
+            return (time.perf_counter() - begin) / steps * 1e3
+
+        samples = training.steady(sample, repeat)
         if on_gpu:
             self.memory_bytes = torch.cuda.max_memory_allocated()
         return samples

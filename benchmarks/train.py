@@ -291,13 +291,15 @@ class Program:
         """Milliseconds a step, `repeat` samples."""
         state, _ = self.run(self.placed.state(params, stats), 3)
         jax.block_until_ready(state)
-        samples = []
-        for _ in range(repeat):
+
+        def sample() -> float:
+            nonlocal state
             begin = time.perf_counter()
             state, _ = self.run(state, steps)
             jax.block_until_ready(state)
-            samples.append((time.perf_counter() - begin) / steps * 1e3)
-        return samples
+            return (time.perf_counter() - begin) / steps * 1e3
+
+        return training.steady(sample, repeat)
 
 
 def rounding(args: argparse.Namespace) -> float:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Callable
+import statistics
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -19,6 +20,7 @@ Tree = Any
 DTYPES = {"bf16": jnp.bfloat16, "f32": jnp.float32}
 LEARNING_RATE, MOMENTUM = 0.02, 0.9
 PROFILED = 3  # steps
+STEADY, ROUNDS = 0.1, 3  # how far samples may differ, of their median; how often they are taken where they differ more
 # What a model is trained to do, where that is not to classify images
 TASKS = {"unet3d": "segment", "ddpm": "denoise", "impala": "play"}
 
@@ -47,6 +49,21 @@ def rate(name: str) -> float:
     """At which a model learns."""
     model = of_fleet(name)
     return model.rate if model else LEARNING_RATE
+
+
+def steady(sample: Callable[[], float], repeat: int) -> list[float]:
+    """`repeat` samples. Where they differ by more than STEADY (the host had other work) they are taken again; of at
+    most ROUNDS rounds that counts whose samples differ the least."""
+    rounds: list[list[float]] = []
+    while len(rounds) < ROUNDS:
+        rounds.append([sample() for _ in range(repeat)])
+        if differ(rounds[-1]) <= STEADY:
+            break
+    return min(rounds, key=differ)
+
+
+def differ(samples: Sequence[float]) -> float:
+    return (max(samples) - min(samples)) / statistics.median(samples)
 
 
 def batch(args: argparse.Namespace, n: int) -> tuple[Tree, Tree]:

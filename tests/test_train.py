@@ -75,6 +75,20 @@ def test_a_step_that_was_timed_without_flax_is_read_beside_the_newest_flax_step_
     assert "*" not in report.train_summary({"x": {**shared, "rows": alone}})
 
 
+@pytest.mark.parametrize(
+    ("rounds", "expected"),
+    [
+        ([[1.0, 1.0, 1.09], [0.5, 0.5, 0.5]], [1.0, 1.0, 1.09]),
+        ([[1.0, 1.4, 1.0], [1.0, 1.05, 1.0], [1.0, 1.0, 1.0]], [1.0, 1.05, 1.0]),
+        ([[1.0, 1.4, 1.0], [1.0, 1.3, 1.0], [1.0, 2.0, 1.0]], [1.0, 1.3, 1.0]),
+    ],
+    ids=["steady", "again", "never"],
+)
+def test_samples_that_differ_are_taken_again(rounds, expected):
+    given = iter([sample for samples in rounds for sample in samples])
+    assert training.steady(lambda: next(given), 3) == expected
+
+
 def test_each_kind_of_work_stands_beside_the_least_that_it_may_take():
     kinds = {"convolution": 3.0, "norm": 1.5, "copies": 0.2, "other": 0.1}
     row = {"way": "accelerate", "devices": 1, "ms": 5.0, "kinds": kinds}
