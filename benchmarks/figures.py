@@ -61,26 +61,31 @@ def _steps(runs: dict[str, Run]) -> dict[str, dict[str, float]]:
     return steps
 
 
-def _draw_steps(figure: Any, steps: dict[str, dict[str, float]]) -> None:
-    figure.set_size_inches(8, 0.8 * len(steps) + 1.2)
+def _draw_ways(figure: Any, steps: dict[str, dict[str, float]], decimals: int, label: str) -> Any:
+    """A bar for each way of each step. Returns its axes."""
+    ways = [way for way in WAYS if any(way in step for step in steps.values())]
+    figure.set_size_inches(8, 0.2 * sum(map(len, steps.values())) + 0.25 * len(steps) + 1.2)
     axes = figure.subplots()
     colours = dict(zip(WAYS, (XLA, "#a6bddb", "#74a9cf", "#2b8cbe", OURS, "#dd8452"), strict=True))
     place, ticks = 0.0, []
-    for ways in reversed(steps.values()):
+    for step in reversed(steps.values()):
         first = place
-        for way in reversed(WAYS):
-            if way in ways:
-                axes.barh(place, ways[way], 0.9, color=colours[way])
-                axes.text(ways[way], place, f" {ways[way]:.1f}", va="center", fontsize=8)
-                place += 1
+        for way in (way for way in reversed(ways) if way in step):
+            axes.barh(place, step[way], 0.9, color=colours[way])
+            axes.text(step[way], place, f" {step[way]:.{decimals}f}", va="center", fontsize=8)
+            place += 1
         ticks.append((first + place - 1) / 2)
         place += 0.7
     axes.set_yticks(ticks, list(reversed(steps)))
-    used = [way for way in WAYS if any(way in ways for ways in steps.values())]
-    bars = [axes.barh(0, 0, color=colours[way]) for way in used]
-    names = [WAYS[way].replace("`", "") for way in used]
-    figure.legend(bars, names, loc="outside upper center", ncols=min(len(used), 3), fontsize=8, frameon=False)
-    figure.supxlabel("milliseconds a training step, one H200", fontsize=9)
+    bars = [axes.barh(0, 0, color=colours[way]) for way in ways]
+    names = [WAYS[way].replace("`", "") for way in ways]
+    figure.legend(bars, names, loc="outside upper center", ncols=min(len(ways), 3), fontsize=8, frameon=False)
+    figure.supxlabel(label, fontsize=9)
+    return axes
+
+
+def _draw_steps(figure: Any, steps: dict[str, dict[str, float]]) -> None:
+    _draw_ways(figure, steps, 1, "milliseconds a training step, one H200")
 
 
 def _kinds(device: str, runs: dict[str, Run]) -> dict[str, dict[str, Any]]:
@@ -138,27 +143,10 @@ def _fractions(device: str, runs: dict[str, Run]) -> dict[str, dict[str, float]]
 
 
 def _draw_fractions(device: str, figure: Any, steps: dict[str, dict[str, float]]) -> None:
-    """A bar for each way; the line at 1 is the roofline."""
-    ways = [way for way in WAYS if any(way in step for step in steps.values())]
-    colours = dict(zip(WAYS, (XLA, "#a6bddb", "#74a9cf", "#2b8cbe", OURS, "#dd8452"), strict=True))
-    figure.set_size_inches(8, 0.2 * sum(map(len, steps.values())) + 0.25 * len(steps) + 1.2)
-    axes = figure.subplots()
-    place, ticks = 0.0, []
-    for step in reversed(steps.values()):
-        first = place
-        for way in (way for way in reversed(ways) if way in step):
-            axes.barh(place, step[way], 0.9, color=colours[way])
-            axes.text(step[way], place, f" {step[way]:.2f}", va="center", fontsize=8)
-            place += 1
-        ticks.append((first + place - 1) / 2)
-        place += 0.7
-    axes.set_yticks(ticks, list(reversed(steps)))
+    """The line at 1 is the roofline."""
+    axes = _draw_ways(figure, steps, 2, f"part of the training step's own roofline, {NAMES[device]}")
     axes.set_xlim(0, 1.05)
     axes.axvline(1, color="black", linewidth=0.8)
-    bars = [axes.barh(0, 0, color=colours[way]) for way in ways]
-    names = [WAYS[way].replace("`", "") for way in ways]
-    figure.legend(bars, names, loc="outside upper center", ncols=min(len(ways), 3), fontsize=8, frameon=False)
-    figure.supxlabel(f"part of the training step's own roofline, {NAMES[device]}", fontsize=9)
 
 
 def _roofline(runs: dict[str, Run]) -> dict[str, Any]:

@@ -494,7 +494,7 @@ def limit(args: argparse.Namespace, params: Tree, stats: Tree) -> dict[str, floa
 def lines(row: dict[str, Any], rows: Sequence[dict[str, Any]], limit_ms: float | None) -> list[str]:
     """What is printed of a row."""
     first = next((r for r in rows if r["way"] == "flax" and r["devices"] == row["devices"]), None)
-    spread = (max(row["samples_ms"]) - min(row["samples_ms"])) / row["ms"]
+    spread = training.differ(row["samples_ms"])
     text = f"{row['way']:<10} {row['devices']} device{'s' if row['devices'] > 1 else ''}: {row['ms']:.2f} ms a step "
     text += f"(samples within {spread:.1%}), {row['images_per_s']:.0f} images/s"
     if first is not None and first is not row:

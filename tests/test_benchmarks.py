@@ -12,6 +12,7 @@ import json
 import math
 import os
 import pathlib
+import re
 from typing import Any
 
 import jax
@@ -429,6 +430,12 @@ def test_a_report_writes_pages_and_blocks_and_says_what_is_stale(tmp_path, capsy
     made.write_text(made.read_text().replace("2.0000", "1.0000"))
     assert report.main([*command, "--check"]) == 1
     assert capsys.readouterr().out.splitlines()[-1].startswith(f"{made.relative_to(tmp_path)}: stale")
+
+
+def test_no_recorded_command_names_a_path_of_the_machine():
+    commands = {run["command"] for path in record.RESULTS.rglob("*.json") for run in record.read(path)}
+    assert len(commands) > 20
+    assert not [one for one in commands if re.search(r"(^|[\s=])[/~]", one)]
 
 
 def test_what_is_recorded_here_is_folded_and_every_page_is_fresh(capsys):

@@ -30,7 +30,7 @@ def wants(op: str, p: ConvProblem, device: Device) -> Iterator[Plan]:
 
 def first_of_a_volume(op: str, p: ConvProblem, device: Device) -> str | None:
     """Why stem/planes is taken where nothing was measured near, on Hopper: what was, of the same kind."""
-    if device.compute_capability != (9, 0) or p.full_float32 or p.dtype == "float64" or p.out_channels < 16:
+    if device.compute_capability != (9, 0) or p.full_float32 or p.out_channels < 16:
         return None
     if p.filter != (3, 3, 3) or p.stride != (1, 1, 1) or p.dilation != (1, 1, 1):
         return None
