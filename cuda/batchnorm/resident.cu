@@ -246,15 +246,6 @@ Status MakeFit(const BatchNormProblem& p, bool channels_last, int vec, int held,
   }
 }
 
-// Of the kernel as compiled.
-template <typename Kernel>
-Status StaticBytes(Kernel kernel, const std::string& what, size_t& bytes) {
-  cudaFuncAttributes attributes{};
-  JAXCONV_RETURN_IF_ERROR(CudaStatus(cudaFuncGetAttributes(&attributes, kernel), what));
-  bytes = attributes.sharedSizeBytes;
-  return Status::Ok();
-}
-
 }  // namespace
 
 Status ResidentTrain(const Context& ctx, const BatchNormProblem& p, const ForwardTensors& t,
@@ -265,7 +256,8 @@ Status ResidentTrain(const Context& ctx, const BatchNormProblem& p, const Forwar
     return WithForm<I, false>(p.activation, [&](auto form) {
       const auto kernel = ResidentTrainKernel<typename I::T, I::V, I::kLast, decltype(form)::value>;
       size_t kernel_static = 0;
-      JAXCONV_RETURN_IF_ERROR(StaticBytes(kernel, what, kernel_static));
+      JAXCONV_RETURN_IF_ERROR(
+          StaticSharedMemory(reinterpret_cast<const void*>(kernel), what, &kernel_static));
       Fit fit{};
       JAXCONV_RETURN_IF_ERROR(MakeFit(p, I::kLast, I::V, 1, kernel_static, what, fit));
       JAXCONV_RETURN_IF_ERROR(AllowSharedMemory(reinterpret_cast<const void*>(kernel), what));
@@ -286,7 +278,8 @@ Status ResidentBackward(const Context& ctx, const BatchNormProblem& p, const Bac
       const auto kernel =
           ResidentBackwardKernel<typename I::T, I::V, I::kLast, decltype(form)::value>;
       size_t kernel_static = 0;
-      JAXCONV_RETURN_IF_ERROR(StaticBytes(kernel, what, kernel_static));
+      JAXCONV_RETURN_IF_ERROR(
+          StaticSharedMemory(reinterpret_cast<const void*>(kernel), what, &kernel_static));
       Fit fit{};
       JAXCONV_RETURN_IF_ERROR(MakeFit(p, I::kLast, I::V, 2, kernel_static, what, fit));
       JAXCONV_RETURN_IF_ERROR(AllowSharedMemory(reinterpret_cast<const void*>(kernel), what));

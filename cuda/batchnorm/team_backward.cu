@@ -275,12 +275,13 @@ Status TeamBackward(const Context& ctx, const BatchNormProblem& p, const TeamSha
       return WithTeamForm<I>(p.activation, [&](auto form) {
         const auto kernel =
             TeamBackwardKernel<typename I::T, I::V, I::kLast, decltype(form)::value>;
-        cudaFuncAttributes attributes{};
-        JAXCONV_RETURN_IF_ERROR(CudaStatus(cudaFuncGetAttributes(&attributes, kernel), what));
+        size_t kernel_static = 0;
+        JAXCONV_RETURN_IF_ERROR(
+            StaticSharedMemory(reinterpret_cast<const void*>(kernel), what, &kernel_static));
         TeamFit fit{};
         JAXCONV_RETURN_IF_ERROR(MakeTeamFit(p, I::kLast, I::V, kBackwardStep<typename I::T>, 2,
-                                            t.residual != nullptr, attributes.sharedSizeBytes,
-                                            shape, workspace, what, fit));
+                                            t.residual != nullptr, kernel_static, shape, workspace,
+                                            what, fit));
         args.layout = fit.layout;
         return LaunchTeam(ctx, kernel, args, fit, what);
       });

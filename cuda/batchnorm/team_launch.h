@@ -87,11 +87,7 @@ inline Status MakeTeamFit(const BatchNormProblem& p, bool channels_last, int vec
 template <typename Kernel, typename Args>
 Status LaunchTeam(const Context& ctx, Kernel kernel, const Args& args, const TeamFit& fit,
                   const std::string& what) {
-  JAXCONV_RETURN_IF_ERROR(AllowSharedMemory(reinterpret_cast<const void*>(kernel), what));
-  JAXCONV_RETURN_IF_ERROR(
-      CudaStatus(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
-                                      cudaSharedmemCarveoutMaxShared),
-                 what));
+  JAXCONV_RETURN_IF_ERROR(PreferSharedMemory(reinterpret_cast<const void*>(kernel), what));
   cudaLaunchAttribute together{};
   together.id = cudaLaunchAttributeCooperative;
   together.val.cooperative = fit.team.ctas > 1;

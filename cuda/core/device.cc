@@ -4,6 +4,10 @@
 
 #include <array>
 #include <atomic>
+#include <map>
+#include <mutex>
+#include <shared_mutex>
+#include <utility>
 
 #include "cuda/core/context.h"
 
@@ -52,6 +56,52 @@ Status Ask(const std::string& what, Facts* facts) {
   return Status::Ok();
 }
 
+enum Told : unsigned { kNothing = 0, kLimit = 1, kCarveout = 2 };
+
+struct Kernel {
+  size_t static_bytes = 0;
+  unsigned told = kNothing;  // what the driver was told
+};
+
+// Asks the driver about a kernel, and tells it what `tell` has and was not told yet. That takes microseconds, which a
+// launch outside of a graph would spend each time.
+Status AskKernel(const void* kernel, const std::string& what, unsigned tell, Kernel* facts) {
+  static std::shared_mutex mutex;
+  static std::map<std::pair<const void*, int>, Kernel> all;
+  int ordinal = 0;
+  JAXCONV_RETURN_IF_ERROR(CudaStatus(cudaGetDevice(&ordinal), what));
+  const std::pair<const void*, int> key(kernel, ordinal);
+  {
+    std::shared_lock<std::shared_mutex> lock(mutex);
+    if (const auto found = all.find(key); found != all.end()) {
+      *facts = found->second;
+      if ((tell & ~facts->told) == 0) return Status::Ok();
+    }
+  }
+  cudaFuncAttributes attributes;
+  JAXCONV_RETURN_IF_ERROR(CudaStatus(cudaFuncGetAttributes(&attributes, kernel), what));
+  facts->static_bytes = attributes.sharedSizeBytes;
+  const auto set = [&](cudaFuncAttribute attribute, int value) {
+    return CudaStatus(cudaFuncSetAttribute(kernel, attribute, value), what);
+  };
+  if ((tell & kLimit) != 0) {
+    Facts device;
+    JAXCONV_RETURN_IF_ERROR(Ask(what, &device));
+    JAXCONV_RETURN_IF_ERROR(set(cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                device.shared_memory - int(attributes.sharedSizeBytes)));
+  }
+  if ((tell & kCarveout) != 0) {
+    JAXCONV_RETURN_IF_ERROR(
+        set(cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared));
+  }
+  std::unique_lock<std::shared_mutex> lock(mutex);
+  Kernel& kept = all[key];
+  kept.static_bytes = facts->static_bytes;
+  kept.told |= tell;
+  *facts = kept;
+  return Status::Ok();
+}
+
 }  // namespace
 
 Status CurrentDevice(const std::string& what, Device* device) {
@@ -61,14 +111,21 @@ Status CurrentDevice(const std::string& what, Device* device) {
   return Status::Ok();
 }
 
+Status StaticSharedMemory(const void* kernel, const std::string& what, size_t* bytes) {
+  Kernel facts;
+  JAXCONV_RETURN_IF_ERROR(AskKernel(kernel, what, kNothing, &facts));
+  *bytes = facts.static_bytes;
+  return Status::Ok();
+}
+
 Status AllowSharedMemory(const void* kernel, const std::string& what) {
-  Facts facts;
-  JAXCONV_RETURN_IF_ERROR(Ask(what, &facts));
-  cudaFuncAttributes attributes;
-  JAXCONV_RETURN_IF_ERROR(CudaStatus(cudaFuncGetAttributes(&attributes, kernel), what));
-  return CudaStatus(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                         facts.shared_memory - int(attributes.sharedSizeBytes)),
-                    what);
+  Kernel facts;
+  return AskKernel(kernel, what, kLimit, &facts);
+}
+
+Status PreferSharedMemory(const void* kernel, const std::string& what) {
+  Kernel facts;
+  return AskKernel(kernel, what, kLimit | kCarveout, &facts);
 }
 
 }  // namespace jaxconv::cuda

@@ -8,6 +8,7 @@
 #include <string_view>
 
 #include "cuda/core/context.h"
+#include "cuda/core/device.h"
 #include "cuda/gemm/kernel.cuh"
 #include "cuda/gemm/simt.cuh"
 #include "cuda/gemm/sm80.cuh"
@@ -34,8 +35,7 @@ Status LaunchMatrix(const Context& ctx, KernelParams<View> p, const std::string&
   auto kernel = MatrixKernel<Math, View>;
   if constexpr (kBytes >
                 40 * 1024) {  // static shared memory comes on top; 48 KiB need no permission
-    JAXCONV_RETURN_IF_ERROR(CudaStatus(
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes), what));
+    JAXCONV_RETURN_IF_ERROR(AllowSharedMemory(reinterpret_cast<const void*>(kernel), what));
   }
   const int blocks = p.grid.tiles_m * p.grid.tiles_n * p.grid.instances * p.grid.parts;
   kernel<<<blocks, Math::kThreads, kBytes, ctx.stream>>>(p);

@@ -282,12 +282,7 @@ Status LaunchResident(const Context& ctx, GroupNormOp op, const GroupNormProblem
   t.held = static_cast<uint32_t>(r.held);
   t.all = r.held == r.steps;
   t.slab = static_cast<int>(r.slab);
-  const void* code = reinterpret_cast<const void*>(kernel);
-  JAXCONV_RETURN_IF_ERROR(AllowSharedMemory(code, what));
-  JAXCONV_RETURN_IF_ERROR(
-      CudaStatus(cudaFuncSetAttribute(code, cudaFuncAttributePreferredSharedMemoryCarveout,
-                                      cudaSharedmemCarveoutMaxShared),
-                 what));
+  JAXCONV_RETURN_IF_ERROR(PreferSharedMemory(reinterpret_cast<const void*>(kernel), what));
   cudaLaunchAttribute cluster{};
   cluster.id = cudaLaunchAttributeClusterDimension;
   cluster.val.clusterDim.x = static_cast<unsigned>(plan.splits);

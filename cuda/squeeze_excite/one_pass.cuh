@@ -652,12 +652,7 @@ Status LaunchKernel(const Context& ctx, const SqueezeExciteProblem& p, const Pla
   t.activation = p.activation;
   t.slope = static_cast<float>(p.slope);
   t.gating = p.gating;
-  const void* code = reinterpret_cast<const void*>(kernel);
-  JAXCONV_RETURN_IF_ERROR(AllowSharedMemory(code, what));
-  JAXCONV_RETURN_IF_ERROR(
-      CudaStatus(cudaFuncSetAttribute(code, cudaFuncAttributePreferredSharedMemoryCarveout,
-                                      cudaSharedmemCarveoutMaxShared),
-                 what));
+  JAXCONV_RETURN_IF_ERROR(PreferSharedMemory(reinterpret_cast<const void*>(kernel), what));
   cudaLaunchAttribute cluster{};
   cluster.id = cudaLaunchAttributeClusterDimension;
   cluster.val.clusterDim.x = static_cast<unsigned>(plan.splits);
