@@ -189,7 +189,7 @@ def test_patches_are_the_steps_of_a_16_bit_filter_over_all_of_x():
 
 
 def test_planes_are_channels_where_the_filter_has_few_of_them():
-    """A volume's first layer: T planes of C channels, T * C at most 8, by the kernels of two axes."""
+    """A volume's first layer: T planes of C channels, T * C at most 32, by the kernels of two axes."""
     volume = dict(c=1, k=32, extent=(64, 64, 64), filter=(3, 3, 3), padding=1)
     p = problem(**volume)
     for device in (H200, A100):
@@ -203,8 +203,9 @@ def test_planes_are_channels_where_the_filter_has_few_of_them():
         assert plan.workspace_bytes == conv_workspace("conv_fprop", plan, p) == folded + 9 * 4 * 32 * 2
     assert "shared memory" in made("conv_wgrad", "stem/planes", p, RTX4090)
     for fits, others, why in (
-        (dict(c=2), dict(c=3), "at most 8"),
-        (dict(filter=(8, 3, 3)), dict(filter=(9, 3, 3)), "at most 8"),
+        (dict(c=10), dict(c=11), "at most 32"),
+        (dict(filter=(32, 3, 3)), dict(filter=(33, 3, 3)), "at most 32"),
+        (dict(c=2, filter=(3, 3, 4)), dict(c=3, filter=(3, 3, 4)), "16 channels: it needs a 3x3 filter"),
         (dict(filter=(2, 3, 3), padding=(0, 1, 1)), dict(filter=(1, 3, 3), padding=(0, 1, 1)), "several planes"),
         (dict(stride=(17, 1, 1)), dict(stride=(1, 17, 1)), "strides up to 16"),
         (dict(k=40), dict(k=36), "a multiple of 8"),
@@ -221,16 +222,33 @@ def test_planes_are_channels_where_the_filter_has_few_of_them():
     assert "several planes" in refusal("planes", "conv_wgrad", problem())
 
 
+def test_planes_of_more_than_8_channels_are_those_of_few_on_both_sides():
+    """Filled up to 16 or 32 of them, which narrow/rows takes on Hopper."""
+    volume = dict(k=32, extent=(16, 64, 64), filter=(3, 3, 3), padding=1)
+    for c, channels in ((3, 16), (5, 16), (6, 32), (10, 32)):
+        p = problem(c=c, **volume)
+        plan = made("conv_wgrad", "stem", p, H200)
+        assert plan.kernel == "stem/planes" and plan.splits == H200.sm_count
+        assert conv_refusal("conv_wgrad", plan, p, H200) is None
+        folded, filters = 2 * 16 * 64**2 * channels * 2, 9 * channels * 32
+        assert plan.workspace_bytes == folded + filters * 2 + plan.splits * filters * 4
+        assert refusal("planes", "conv_fprop", p) is None
+    assert "compute capability 9.0" in refusal("planes", "conv_fprop", problem(c=3, **volume), A100)
+    assert refusal("planes", "conv_fprop", problem(c=3, **volume | dict(k=64))) is None
+    assert "up to 32, got 16 and 64" in refusal("planes", "conv_wgrad", problem(c=3, **volume | dict(k=64)))
+    assert "16 x 72" in refusal("planes", "conv_fprop", problem(c=3, **volume | dict(k=72)))
+
+
 @pytest.mark.parametrize("op", ["conv_fprop", "conv_wgrad"])
 def test_a_volumes_first_layer_is_planes_by_default_on_hopper(op):
     """Where no table has it; of a kind that was measured."""
     volume = dict(batch=8, c=1, k=32, extent=(64, 64, 64), filter=(3, 3, 3), padding=1, dtype="bfloat16")
     wide = dict(dtype="float32")
-    for changes in ({}, dict(batch=1), dict(c=2), dict(k=64), dict(dtype="float16"), wide, wide | dict(k=64)):
+    for changes in ({}, dict(batch=1), dict(c=2), dict(k=64), dict(dtype="float16"), wide, wide | dict(k=64), dict(c=7)):
         for device in (H100, H200):
             plan = _plan.plan(op, problem(**volume | changes), device)
             assert plan.kernel == "stem/planes", (changes, plan.reason)
-    for changes in (dict(c=3), dict(extent=(16, 64, 64)), dict(stride=2), dict(filter=(5, 3, 3)), dict(k=8)):
+    for changes in (dict(c=11), dict(extent=(16, 64, 64)), dict(stride=2), dict(filter=(5, 3, 3)), dict(k=8)):
         plan = _plan.plan(op, problem(**volume | dict(batch=1) | changes), H100)
         assert plan.kernel != "stem/planes", (changes, plan.reason)
     assert _plan.plan(op, problem(**volume), A100).implementation == "xla"

@@ -12,7 +12,9 @@ LEAST_ROWS = 4  # of images, several of which share a strip, in a part of a weig
 
 
 def wants(op: str, p: ConvProblem, device: Device) -> Iterator[Plan]:
-    splits = 1
-    if op == "conv_wgrad":  # one block fits a multiprocessor
-        splits = max(1, min(device.sm_count, p.batch * math.prod(p.out_spatial[:-1]) // LEAST_ROWS))
-    yield Plan("native", "", "narrow/rows", splits=splits)
+    yield Plan("native", "", "narrow/rows", splits=wgrad_splits(p, device) if op == "conv_wgrad" else 1)
+
+
+def wgrad_splits(p: ConvProblem, device: Device) -> int:
+    """Of a weight gradient: one block fits a multiprocessor."""
+    return max(1, min(device.sm_count, p.batch * math.prod(p.out_spatial[:-1]) // LEAST_ROWS))

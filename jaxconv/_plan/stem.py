@@ -6,10 +6,12 @@ import dataclasses
 import math
 from collections.abc import Iterator
 
-from jaxconv._plan import domain
+from jaxconv._plan import domain, narrow
 from jaxconv._plan.plan import Device, Plan, itemsize, splits_of
 from jaxconv._plan.planner import PLANNERS
 from jaxconv._problem import ConvProblem
+
+FEW = 8  # channels of a narrow image
 
 # The most wanted first.
 KERNELS = ("sm90_narrow_in", "sm90_narrow_out", "mma")
@@ -22,7 +24,7 @@ def wants(op: str, p: ConvProblem, device: Device) -> Iterator[Plan]:
         first = product.tile if isinstance(product, Plan) else PATCH_TILES[0]
         for tile in dict.fromkeys((first, *PATCH_TILES)):
             yield Plan("native", "", "stem/patches", tile)
-    yield Plan("native", "", "stem/planes", splits=_wgrad_splits(_folded(p), device) if op == "conv_wgrad" else 1)
+    yield Plan("native", "", "stem/planes", splits=_planes_splits(_folded(p), device) if op == "conv_wgrad" else 1)
     splits = _wgrad_splits(p, device) if op == "conv_wgrad" else 1
     for kernel in KERNELS:
         yield Plan("native", "", f"stem/{kernel}", splits=splits)
@@ -43,13 +45,17 @@ def first_of_a_volume(op: str, p: ConvProblem, device: Device) -> str | None:
 
 
 def _folded(p: ConvProblem) -> ConvProblem:
-    """stem/planes' problem: the planes under a filter as channels, of which there are 4 or 8."""
+    """stem/planes' problem: the planes under a filter as channels, of which there are 4, 8, 16 or 32."""
     if p.nd != 3:
         return p
-    channels = 4 if p.filter[0] * p.in_channels <= 4 else 8
+    channels = next((c for c in (4, 8, 16) if p.filter[0] * p.in_channels <= c), 32)
     return dataclasses.replace(
         p, in_channels=channels, in_spatial=(p.out_spatial[0], *p.in_spatial[1:]), filter=(1, *p.filter[1:])
     )
+
+
+def _planes_splits(folded: ConvProblem, device: Device) -> int:
+    return narrow.wgrad_splits(folded, device) if folded.in_channels > FEW else _wgrad_splits(folded, device)
 
 
 def _wgrad_splits(p: ConvProblem, device: Device) -> int:

@@ -4,14 +4,15 @@
 //   dw[t, r, s, c, k] = sum over n, o, p, q of x[n, o * stride + t * dilation - pad, ..., c] * dy[n, o, p, q, k]
 //
 // The planes that an output's window spans become channels: FoldPlanesKernel writes, for each plane o of y, x's T planes
-// as one of T*C channels, filled up with zeros to 4 or 8. What is left is a convolution of images of few channels, which
-// stem's kernels do, and whose wgrad reads dy once. FoldFilterKernel puts w's taps in the order of these channels,
-// UnfoldPlanesKernel dw's back. Reads x T times, writes and reads 4 or 8 elements for each pixel of a plane of x: little
-// beside the K of y.
+// as one of T*C channels, filled up with zeros to 4, 8, 16 or 32. What is left is a convolution of images of few
+// channels, which stem's kernels do, or narrow/rows where there are more than 8, and whose wgrad reads dy once.
+// FoldFilterKernel puts w's taps in the order of these channels, UnfoldPlanesKernel dw's back. Reads x T times, writes
+// and reads these channels of each pixel of a plane of x.
 #include <algorithm>
 #include <cstdint>
 
 #include "cuda/conv/common/kernel.cuh"
+#include "cuda/conv/narrow/narrow.h"
 #include "cuda/conv/stem/domain.h"
 #include "cuda/conv/stem/kernels.h"
 #include "cuda/core/device.h"
@@ -28,9 +29,9 @@ struct FoldPlanesArgs {
   int64_t planes, tiles, pixels;  // of y in all, tiles of a plane, pixels of a plane of x
   int made, depth, stride;        // planes of an image of y and of x
   int channels;                   // of x
-  int first[kFew],
-      channel[kFew];  // of a folded channel: the plane of x for o = 0, and the channel there
-  int count;          // folded channels, the others are zeros
+  // Of a folded channel: the plane of x for o = 0, and the channel there.
+  int first[stem::kMostFolded], channel[stem::kMostFolded];
+  int count;  // folded channels, the others are zeros
 };
 
 // E: an element's bits.
@@ -113,7 +114,10 @@ Status Fold(const Context& ctx, const ConvProblem& p, int64_t channels, const vo
     a.channel[i] = int(i % p.c);
   }
   const unsigned blocks = unsigned(std::min<int64_t>(a.planes * a.tiles, 132 * 16));
-  const auto kernel = channels == 4 ? FoldPlanesKernel<E, 4> : FoldPlanesKernel<E, 8>;
+  const auto kernel = channels == 4    ? FoldPlanesKernel<E, 4>
+                      : channels == 8  ? FoldPlanesKernel<E, 8>
+                      : channels == 16 ? FoldPlanesKernel<E, 16>
+                                       : FoldPlanesKernel<E, stem::kMostFolded>;
   kernel<<<blocks, kThreads, 0, ctx.stream>>>(a);
   return LaunchStatus(what + " (planes to channels)");
 }
@@ -155,6 +159,9 @@ Status StemPlanesFprop(const Context& ctx, const ConvProblem& p, const Epilogue&
                                : Fold<uint32_t>(ctx, p, q.c, x, folded, what));
   JAXCONV_RETURN_IF_ERROR(half ? FoldFilter<uint16_t>(ctx, p, q, w, filter, what)
                                : FoldFilter<uint32_t>(ctx, p, q, w, filter, what));
+  if (q.c > kFew)
+    return NarrowFprop(ctx, q, e, {"narrow/rows", "", 1, 0}, folded, filter, bias, nullptr, y, z,
+                       {});
   const bool narrow_in = stem::RefuseNarrowIn(ConvOp::kFprop, q, device).empty();
   return (narrow_in ? StemNarrowIn : StemMma)(ctx, ConvOp::kFprop, q, e, folded, filter, bias, y, z,
                                               what);
@@ -171,9 +178,15 @@ Status StemPlanesWgrad(const Context& ctx, const ConvProblem& p, int64_t splits,
   const bool half = SizeOf(p.dtype) == 2;
   JAXCONV_RETURN_IF_ERROR(half ? Fold<uint16_t>(ctx, p, q.c, x, folded, what)
                                : Fold<uint32_t>(ctx, p, q.c, x, folded, what));
-  const bool narrow_in = stem::RefuseNarrowIn(ConvOp::kWgrad, q, device).empty();
-  JAXCONV_RETURN_IF_ERROR((narrow_in ? StemNarrowInWgrad : StemMmaWgrad)(ctx, q, splits, folded, dy,
-                                                                         sums, partials, what));
+  if (q.c > kFew) {
+    const Workspace parts = {partials, PartialsBytes(q, splits)};
+    JAXCONV_RETURN_IF_ERROR(
+        NarrowWgrad(ctx, q, {"narrow/rows", "", splits, 0}, folded, dy, sums, parts));
+  } else {
+    const bool narrow_in = stem::RefuseNarrowIn(ConvOp::kWgrad, q, device).empty();
+    JAXCONV_RETURN_IF_ERROR((narrow_in ? StemNarrowInWgrad : StemMmaWgrad)(
+        ctx, q, splits, folded, dy, sums, partials, what));
+  }
   return half ? Unfold<uint16_t>(ctx, p, q.c, sums, dw, what)
               : Unfold<uint32_t>(ctx, p, q.c, sums, dw, what);
 }
