@@ -92,6 +92,7 @@ Status Sm90ProductGradient(const Context& ctx, const ConvProblem& p, const Epilo
 Status Sm90NormGradient(const Context& ctx, const ConvProblem& p, const Epilogue& e,
                         const Plan& plan, const ConvNormGradientArrays& a, Workspace workspace) {
   const std::string what = Describe("conv_norm_gradient", p, plan);
+  if (MemberOf(plan.kernel) == "halo_3d") return Halo3dNormGradient(ctx, p, e, a, workspace, what);
   const auto floats = [](const void* from) { return static_cast<const float*>(from); };
   const auto out = [](void* to) { return static_cast<float*>(to); };
   if (MemberOf(plan.kernel) == "halo") {
