@@ -1025,22 +1025,10 @@ NORMED: dict[str, dict[str, dict[str, Any]]] = {
         "many_rows": dict(shape=(40, 33, 32), c=136, k=64, filter=(1, 1)),
         "first": dict(shape=(2, 5, 6), c=64, k=24, filter=(1, 1), layout="NCHW"),
     },
-    # Gaps behind rows and planes, a second block of channels that is no whole one, strips of columns
-    "sm90/halo_3d": {
-        "planes": dict(shape=(2, 4, 6, 50), c=24, k=40, filter=(3, 3, 3), layout="NDHWC"),
-        "planes_of_one": dict(shape=(3, 1, 9, 61), c=72, k=16, filter=(3, 3, 3), layout="NDHWC"),
-        "planes_of_8": dict(shape=(2, 5, 7, 20), c=8, k=64, filter=(3, 2, 3), layout="NDHWC"),
-        "planes_wide": dict(shape=(1, 3, 4, 257), c=40, k=24, filter=(3, 3, 3), layout="NDHWC"),
-    },
 }
-NORM_TILES = {
-    "sm90/halo": [""],
-    "sm90/halo_3d": [""],
-    "sm90/product": ["128x128", "256x64"],
-    "sm90/sums": ["64x256", "64x128"],
-}
+NORM_TILES = {"sm90/halo": [""], "sm90/product": ["128x128", "256x64"], "sm90/sums": ["64x256", "64x128"]}
 NORM_DTYPES = {"sm90/halo": ("float32",), "sm90/product": ("float32", "bfloat16", "float16")}
-NORM_DTYPES |= dict.fromkeys(("sm90/sums", "sm90/halo_3d"), ("bfloat16", "float16"))
+NORM_DTYPES["sm90/sums"] = "bfloat16", "float16"
 LINEAR = ("none", "relu", "relu6", ("leaky_relu", 0.5), ("leaky_relu", -0.5))
 
 
@@ -1116,7 +1104,6 @@ def test_a_kernel_goes_back_through_a_norm_exactly(kernel, case, activation, dty
             ("sm90/product", 256, 28, 192, 192, (3, 3)),
             ("sm90/product", 256, 56, 64, 128, (3, 3)),
             ("sm90/halo", 256, 56, 64, 64, (3, 3)),
-            ("sm90/halo_3d", 4, 64, 32, 32, (3, 3, 3)),
         )
         for dtype in NORM_DTYPES[of[0]]
         if dtype != "float16"
@@ -1124,8 +1111,7 @@ def test_a_kernel_goes_back_through_a_norm_exactly(kernel, case, activation, dty
 )
 def test_norms_of_large_arrays(kernel, n, h, c, k, filter, dtype):
     """Rings that are full and empty many times, and a mean far from zero: the sums are of x less its mean."""
-    case = dict(shape=(n, *[h] * len(filter)), c=c, k=k, filter=filter, layout="NHWC" if len(filter) == 2 else "NDHWC")
-    p = gradient_problem(case, "relu", dtype=dtype, precision="default")
+    p = gradient_problem(dict(shape=(n, h, h), c=c, k=k, filter=filter), "relu", dtype=dtype, precision="default")
     p = dataclasses.replace(p, algorithm=kernel)
     keys = jax.random.split(jax.random.key(1), 6)
     dy, w, x = (
@@ -1201,14 +1187,8 @@ def test_plans_of_the_gradient_through_a_norm(code_for_gpus, monkeypatch):
     ):
         made = _plan.plan("conv_norm_gradient", free, H100)
         assert made.kernel == kernel and "one read of x" in made.reason, made.reason
-    volume = dict(shape=(8, 64, 64, 64), c=32, k=32, filter=(3, 3, 3), layout="NDHWC", dtype="bfloat16")
-    volume = gradient_problem(volume, "relu")
-    made = _plan.plan("conv_norm_gradient", volume, H100)
-    assert made.kernel == "sm90/halo_3d" and "one read of x" in made.reason, made.reason
-    assert made.workspace_bytes == 160 * 8 * 2 * 32 * 4  # of warps
     for other, why in (
         (dataclasses.replace(of(64, 64, (3, 3)), algorithm="sm90/halo"), "takes float32 only"),
-        (dataclasses.replace(volume, algorithm="sm90/halo_3d", dilation=(2, 1, 1)), "not dilated"),
         (of(32, 16, (1, 1), 112), "75% of its tiles' columns would be empty"),
         (of(144, 24, (1, 1), dtype="float32", precision="default"), "44% of its tiles' columns would be empty"),
         (of(128, 256, (1, 1), dtype="float32", precision="default"), "sums of 256 products"),

@@ -589,16 +589,6 @@ YES_AND_NO: dict[str, tuple[Callable[[], Refusal], Callable[[], Refusal], str]] 
         lambda: of_conv("grouped/statistics", grouped(), "conv_statistics"),
         "only sm90 takes statistics of a sum",
     ),
-    "halo_3d takes no statistics of a sum": (
-        lambda: of_conv("sm90/halo_3d", conv((4, 8, 40), 16, 16, 3), "conv_add_statistics"),
-        lambda: of_conv("sm90/halo_3d", conv((4, 8, 40), 16, 16, 3), "conv_statistics"),
-        "sm90/halo_3d takes no statistics of a sum",
-    ),
-    "halo_3d goes back through norms alone": (
-        lambda: of_conv("sm90/halo_3d", conv((4, 8, 40), 16, 16, 3), "conv_gradient"),
-        lambda: of_conv("sm90/halo_3d", conv((4, 8, 40), 16, 16, 3), "conv_norm_gradient"),
-        "goes back through batch-norms only",
-    ),
     "normalised by sm90": (
         lambda: of_conv("sm90/product", normalised(), "conv_normalised", "128x128"),
         lambda: of_conv("depthwise/rows", normalised(), "conv_normalised"),

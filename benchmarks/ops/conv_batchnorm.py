@@ -114,9 +114,6 @@ CASES = tuple(
         conv("vgg.3x3", 32, 112, 128, 128, 3, padding=1, suite="models"),
         conv("r18.32.3x3", 256, 32, 64, 64, 3, padding=1, suite="models"),
         conv("r18.16.3x3", 256, 16, 128, 128, 3, padding=1, suite="models"),
-        conv("unet3d.3x3x3", 2, 96, 32, 32, 3, padding=1, nd=3, suite="models"),
-        conv("unet3d.64to32", 8, 64, 64, 32, 3, padding=1, nd=3, suite="models"),
-        conv("unet3d.s2.64to64", 8, 32, 64, 64, 3, padding=1, nd=3, suite="models"),
         *(case for case in MODELS if case.name.startswith("x50.") and case.in_channels != 32 * case.groups),
     )
 )

@@ -96,11 +96,11 @@ def _job(f: Callable[..., tuple[Array, ...]], kernels: tuple[str, ...] = ()) -> 
     return base.Job.of(f, ("dy", "w", "x", "scale", "bias", "mean", "rstd"), kernels)
 
 
-# The norms inside the blocks of ResNet-50, ResNeXt-50, MobileNetV2 (in front of its last 1x1s), DenseNet-121, of a
-# network that plays on 19x19 boards, and of a 3-D U-Net
+# The norms inside the blocks of ResNet-50, ResNeXt-50, MobileNetV2 (in front of its last 1x1s), DenseNet-121, and of a
+# network that plays on 19x19 boards
 CASES = tuple(
-    NormGradientCase.of(conv(name, batch, size, c, k, filter, suite="models", **more))
-    for name, batch, size, c, k, filter, *options in (
+    NormGradientCase.of(conv(name, batch, size, c, k, filter, suite="models"))
+    for name, batch, size, c, k, filter in (
         ("r50.s1.1x1b", 256, 56, 64, 256, 1),
         ("r50.s1.3x3", 256, 56, 64, 64, 3),
         ("r50.s2.1x1b", 256, 28, 128, 512, 1),
@@ -116,7 +116,5 @@ CASES = tuple(
         ("dense.28.1x1", 256, 28, 256, 128, 1),
         ("board19.3x3", 2048, 19, 128, 128, 3),
         ("r18.32.3x3", 256, 32, 64, 64, 3),
-        ("unet3d.3x3x3", 2, 96, 32, 32, 3, dict(padding=1, nd=3)),
     )
-    for more in (dict(*options),)
 )

@@ -70,7 +70,6 @@ std::string ConvRefusal(ConvOp op, const ConvProblem& p, const Plan& plan, const
   }
   if (op == ConvOp::kAddStatistics) {
     if (family != "sm90") return "only sm90 takes statistics of a sum";
-    if (member == "halo_3d") return "sm90/halo_3d takes no statistics of a sum";
     op = ConvOp::kStatistics;  // that is all the difference
   }
   if (op == ConvOp::kStatistics && family != "sm90" && family != "grouped")

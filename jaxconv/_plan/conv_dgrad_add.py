@@ -213,7 +213,7 @@ def _slow_through_norm(own: Plan, p: ConvProblem) -> str | None:
     behind its products, because both warpgroups make a tile. So it gains for 128 products a sum, is 1.01 to 1.03 for
     256, 0.96 for 512, and 0.88 where nearly half of its tiles' columns is empty. It takes 32 products at a time.
     """
-    if own.kernel in ("sm90/halo", "sm90/halo_3d"):
+    if own.kernel == "sm90/halo":
         return None
     single, columns = p.dtype == "float32", int(own.tile.partition("x")[2])
     empty = 1 - p.in_channels / (-(-p.in_channels // columns) * columns)

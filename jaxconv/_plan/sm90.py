@@ -24,8 +24,7 @@ PRODUCTS: tuple[Choice, ...] = (
     *(("resident", tile) for tile in ("128x64", "64x256")),
 )
 FEW_ROWS: tuple[Choice, ...] = tuple(("cluster", tile) for tile in CLUSTERS)
-HALO_3D: Choice = ("halo_3d", "")
-HALOS: tuple[Choice, ...] = (("halo", ""), HALO_3D, ("halo_stream", ""))
+HALOS: tuple[Choice, ...] = (("halo", ""), ("halo_3d", ""), ("halo_stream", ""))
 SUMS: tuple[Choice, ...] = (("sums", "64x256"), ("sums", "64x128"))
 TF32_SUMS: tuple[Choice, ...] = (("sums", "128x128"), ("sums", "256x64"))
 NORM_GRADIENTS: tuple[Choice, ...] = (("product", "128x128"), ("product", "256x64"))
@@ -48,15 +47,13 @@ def wants(op: str, p: ConvProblem, device: Device) -> Iterator[Plan]:
     if op not in ("conv_dgrad_sums", "conv_gradient", "conv_norm_gradient"):  # whose sums are of x's own channels
         p = domain.folded(p, op in ("conv_dgrad", "conv_dgrad_add"))
     if op in ("conv_statistics", "conv_add_statistics"):
-        few = [HALO_3D] if few_in_planes(p, p.in_channels, p.out_channels) else []
-        wanted = iter([*few, ("statistics", _statistics_tile(p, device))])
-        every = (*STATISTICS, HALO_3D)
+        wanted, every = iter([("statistics", _statistics_tile(p, device))]), STATISTICS
     elif op == "conv_dgrad_sums":
         # All of its filter's columns in one tile read dy once; fewer fit where there are more channels of dy.
         own, first = (TF32_SUMS, p.out_channels > 128) if p.dtype == "float32" else (SUMS, p.in_channels % 256 == 0)
         wanted, every = iter(own if first else own[::-1]), own
     elif op == "conv_norm_gradient":
-        wanted, every = _norm_gradients(p), (*SUMS, ("halo", ""), HALO_3D, *NORM_GRADIENTS)
+        wanted, every = _norm_gradients(p), (*SUMS, ("halo", ""), *NORM_GRADIENTS)
     elif op.startswith("conv_normalised"):
         # Columns that a tile computes for nothing cost less than reading and normalising x once more.
         narrow, wgrad = p.out_channels <= 64, op == "conv_normalised_wgrad"
@@ -82,12 +79,6 @@ def terms_of(p: ConvProblem | DenseProblem) -> int:
     return 3 if p.dtype == "float32" and p.full_float32 else 1
 
 
-def few_in_planes(p: ConvProblem, summed: int, made: int) -> bool:
-    """Whether fprop or dgrad of so few channels over several planes is halo_3d's, where it can run them."""
-    few = max(made, summed) <= 64 and min(made, summed) <= 32
-    return p.nd == 3 and math.prod(p.filter) > 9 and few and p.dtype != "float32"
-
-
 def _plain(p: ConvProblem) -> bool:
     """A convolution that is a matrix product as it lies."""
     return p.pointwise and set(p.stride) == {1}
@@ -99,8 +90,6 @@ def _plain(p: ConvProblem) -> bool:
 def _norm_gradients(p: ConvProblem) -> Iterator[Choice]:
     """Of dgrads that go back through a batch-norm."""
     single = p.dtype == "float32"
-    if few_in_planes(p, p.out_channels, p.in_channels):
-        yield HALO_3D
     if _plain(p) and not single:
         yield from SUMS if p.in_channels > 128 else SUMS[::-1]
     if math.prod(p.filter) > 1 and single and p.in_channels <= 64 and p.out_channels > 32:
@@ -116,8 +105,8 @@ def _products(op: str, p: ConvProblem, device: Device) -> Iterator[Choice]:
         yield "product", "128x64" if n <= 64 else "128x128"
         return
     single = p.dtype == "float32"
-    if few_in_planes(p, summed, n):
-        yield HALO_3D
+    if p.nd == 3 and taps > 9 and max(n, summed) <= 64 and min(n, summed) <= 32:
+        yield "halo_3d", ""
     if taps > 1 and (summed > 32 and n <= 64 if single else summed > 16):
         yield "halo", ""
     rows = p.batch * math.prod(p.in_spatial if dgrad else p.out_spatial)

@@ -135,8 +135,6 @@ Status Sm90Statistics(const Context& ctx, const ConvProblem& p, const Plan& plan
                       const void* w, const void* bias, const void* residual, void* y, void* mean,
                       void* var, Workspace workspace) {
   const std::string what = Describe("conv_statistics", p, plan);
-  if (MemberOf(plan.kernel) == "halo_3d")
-    return Halo3dStatistics(ctx, p, x, w, y, mean, var, workspace, what);
   const int64_t rows = p.n * p.out_size(), most = MostGradientParts(p.dtype, rows);
   // The transposed filter lies in front of the parts.
   const int64_t filter = p.dtype == DType::kF32 ? Align256(4 * CountW(p)) : 0;

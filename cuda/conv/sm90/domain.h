@@ -293,8 +293,6 @@ inline int64_t Workspace(ConvOp op, const ConvProblem& p, const Plan& plan) {
   const std::string_view member = MemberOf(plan.kernel);
   const bool single = p.dtype == DType::kF32;
   const int64_t x = p.n * p.in_size() * p.c, y = p.n * p.out_size() * p.k;
-  if (member == "halo_3d" && (op == ConvOp::kStatistics || op == ConvOp::kNormGradient))
-    return Halo3dSumsBytes(op, p);
   if (op == ConvOp::kStatistics) {
     const int64_t filter = single ? Align256(4 * FilterCount(p)) : 0;
     return filter + MostGradientParts(p.dtype, p.n * p.out_size()) * (p.k * 8 + 4);

@@ -8,7 +8,6 @@
 
 #include "cuda/conv/sm90/conv_sm90.h"
 #include "cuda/conv/sm90/halo/halo.h"
-#include "cuda/conv/sm90/halo_3d/halo_3d.h"
 #include "cuda/conv/sm90/tensors.h"
 #include "cuda/core/describe.h"
 #include "cuda/core/device.h"
@@ -92,19 +91,12 @@ Status Sm90ProductGradient(const Context& ctx, const ConvProblem& p, const Epilo
 Status Sm90NormGradient(const Context& ctx, const ConvProblem& p, const Epilogue& e,
                         const Plan& plan, const ConvNormGradientArrays& a, Workspace workspace) {
   const std::string what = Describe("conv_norm_gradient", p, plan);
-  if (MemberOf(plan.kernel) == "halo_3d") return Halo3dNormGradient(ctx, p, e, a, workspace, what);
   const auto floats = [](const void* from) { return static_cast<const float*>(from); };
   const auto out = [](void* to) { return static_cast<float*>(to); };
   if (MemberOf(plan.kernel) == "halo") {
     const HaloNorm norm = {floats(a.scale), floats(a.bias), floats(a.mean),
                            floats(a.rstd),  out(a.dscale),  out(a.dbias)};
     return HaloNormGradient(ctx, p, e, a.dy, a.w, a.x, norm, a.dz, workspace, what);
-  }
-  if (MemberOf(plan.kernel) == "halo_3d") {
-    const Halo3dNorm norm = {
-        a.x,           floats(a.scale), floats(a.bias), floats(a.mean), floats(a.rstd),
-        out(a.dscale), out(a.dbias)};
-    return Halo3dNormGradient(ctx, p, e, a.dy, a.w, norm, a.dz, workspace, what);
   }
   Device device;
   JAXCONV_RETURN_IF_ERROR(CurrentDevice(what, &device));

@@ -17,9 +17,6 @@ inline constexpr int kHalo3dMade = 32;     // channels that a CTA makes
 inline constexpr int kHalo3dShared = 227 * 1024;
 inline constexpr int kHalo3dStrips = 8;   // of the columns of wide planes, the most
 inline constexpr int kHalo3dCopy = 1024;  // places of a copy of TMA, the most
-// Where the epilogue sums up: CTAs that share a block of channels, the most, and the warps of each that leave a part.
-inline constexpr int kHalo3dMostCtas = 160;
-inline constexpr int kHalo3dParts = 8;
 
 inline constexpr int kHalo3dWgradPlaces = 384;  // of a tile
 inline constexpr int kHalo3dDyBuffers = 3;
@@ -183,18 +180,10 @@ inline Halo3dWgradWalk Halo3dWgradWalkOf(const ConvProblem& p) {
 
 namespace conv::sm90 {
 
-// Bytes of the parts: of kStatistics a mean and a sum of squares of each channel, and a number of pixels; of kNormGradient two
-// sums.
-inline int64_t Halo3dSumsBytes(ConvOp op, const ConvProblem& p) {
-  const int64_t parts = kHalo3dMostCtas * kHalo3dParts;
-  return parts * (op == ConvOp::kStatistics ? p.k * 8 + 4 : 2 * p.c * 4);
-}
-
 inline std::string RefuseHalo3d(ConvOp op, const ConvProblem& p) {
-  const bool dgrad = op == ConvOp::kDgrad || op == ConvOp::kNormGradient;
-  const bool wgrad = op == ConvOp::kWgrad;
-  if (op != ConvOp::kFprop && op != ConvOp::kStatistics && !dgrad && !wgrad)
-    return "sm90/halo_3d takes no addend, and goes back through batch-norms only";
+  const bool dgrad = op == ConvOp::kDgrad, wgrad = op == ConvOp::kWgrad;
+  if (op != ConvOp::kFprop && !dgrad && !wgrad)
+    return "sm90/halo_3d takes no addend and makes no statistics";
   if (!Half(p.dtype)) return "it takes 16-bit arrays only";
   if (p.stride[0] * p.stride[1] * p.stride[2] != 1 || p.groups != 1 || p.filter[0] != 3 ||
       p.dilation[0] != 1) {

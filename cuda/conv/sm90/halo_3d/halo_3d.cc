@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <string>
 
-#include "cuda/conv/common/statistics.h"
 #include "cuda/core/device.h"
 #include "cuda/core/tma.h"
 
@@ -21,15 +20,14 @@ TmaTensor Columns(const ConvProblem& p, const void* images, int64_t c, const int
           {1, c, row, plane, plane * extent[0]}};
 }
 
-// d (of `made` channels) from x (of `summed`). Axes are W, H, D; output q reads first + q + t * dilation. `product`: what
-// `beside` needs is there already, and the launch's numbers are behind it.
+// d (of `made` channels) from x (of `summed`). Axes are W, H, D; output q reads first + q + t * dilation.
 Status Halo3d(const Context& ctx, const ConvProblem& p, bool dgrad, const Epilogue& e,
-              const void* x, const void* w, const void* bias, void* d, void* z, Halo3dBeside beside,
-              Halo3dProduct* product, const std::string& what) {
+              const void* x, const void* w, const void* bias, void* d, void* z,
+              const std::string& what) {
   const int64_t (&from)[3] = dgrad ? p.out : p.in;
   const int64_t (&to)[3] = dgrad ? p.in : p.out;
   const Halo3dWalk walk = Halo3dProductWalk(p, dgrad);
-  Halo3dProduct& g = *product;
+  Halo3dProduct g = {};
   g.channels = int(dgrad ? p.k : p.c);
   g.n = int(dgrad ? p.c : p.k);
   g.taps = int(p.filter[1] * p.filter[2]);
@@ -65,47 +63,21 @@ Status Halo3d(const Context& ctx, const ConvProblem& p, bool dgrad, const Epilog
         EncodeIm2col(p.dtype, Columns(p, x, g.channels, from, strip.read, strip.span), strip.walk,
                      int(pixels), what + " x", &g.x[i], false, row));
   }
-  const auto launch = p.dtype == DType::kBF16 ? LaunchHalo3dProductBf16 : LaunchHalo3dProductF16;
-  return launch(ctx, g, beside, device.multiprocessors, what);
+  return p.dtype == DType::kBF16 ? LaunchHalo3dProductBf16(ctx, g, device.multiprocessors, what)
+                                 : LaunchHalo3dProductF16(ctx, g, device.multiprocessors, what);
 }
-
-constexpr Epilogue kBare = {false, Activation::kNone, 0.0, false};
 
 }  // namespace
 
 Status Halo3dFprop(const Context& ctx, const ConvProblem& p, const Epilogue& e, const void* x,
                    const void* w, const void* bias, void* y, void* z, const std::string& what) {
-  Halo3dProduct g = {};
-  return Halo3d(ctx, p, false, e, x, w, bias, y, z, Halo3dBeside::kNothing, &g, what);
+  return Halo3d(ctx, p, false, e, x, w, bias, y, z, what);
 }
 
 Status Halo3dDgrad(const Context& ctx, const ConvProblem& p, const void* dy, const void* w,
                    void* dx, const std::string& what) {
-  Halo3dProduct g = {};
-  return Halo3d(ctx, p, true, kBare, dy, w, nullptr, dx, nullptr, Halo3dBeside::kNothing, &g, what);
-}
-
-Status Halo3dStatistics(const Context& ctx, const ConvProblem& p, const void* x, const void* w,
-                        void* y, void* mean, void* var, Workspace workspace,
-                        const std::string& what) {
-  Halo3dProduct g = {};
-  g.statistics.moments = static_cast<float2*>(workspace.data);
-  g.statistics.counts =
-      reinterpret_cast<float*>(g.statistics.moments + kHalo3dMostCtas * kHalo3dParts * p.k);
-  JAXCONV_RETURN_IF_ERROR(
-      Halo3d(ctx, p, false, kBare, x, w, nullptr, y, nullptr, Halo3dBeside::kMoments, &g, what));
-  g.statistics.parts = g.ctas * kHalo3dParts;
-  return CombineStatistics(ctx, g.statistics, p.n * p.out_size(), p.k, mean, var, what);
-}
-
-Status Halo3dNormGradient(const Context& ctx, const ConvProblem& p, const Epilogue& e,
-                          const void* dy, const void* w, const Halo3dNorm& norm, void* dz,
-                          Workspace workspace, const std::string& what) {
-  Halo3dProduct g = {};
-  g.norm = norm;
-  g.derivative = DerivativePieces(e.activation, e.slope);
-  g.sums = static_cast<float*>(workspace.data);
-  return Halo3d(ctx, p, true, kBare, dy, w, nullptr, dz, nullptr, Halo3dBeside::kNormed, &g, what);
+  const Epilogue none = {false, Activation::kNone, 0., false};
+  return Halo3d(ctx, p, true, none, dy, w, nullptr, dx, nullptr, what);
 }
 
 Status Halo3dWgradOf(const Context& ctx, const ConvProblem& p, int64_t parts, const void* x,

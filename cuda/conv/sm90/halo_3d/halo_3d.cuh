@@ -17,9 +17,6 @@
 //
 // The output planes of all tiles, in one sequence, are split evenly over the CTAs; a cut costs two
 // planes that both sides multiply. Blocks of 32 channels made have CTAs of their own.
-//
-// A thread has the same 8 channels of all its places. So what is summed up (epilogue.cuh) stays in its
-// registers to the end, and each warp leaves a part.
 #pragma once
 
 #include <algorithm>
@@ -27,16 +24,13 @@
 #include <string>
 
 #include "common/status.h"
-#include "cuda/conv/sm90/halo_3d/epilogue.cuh"
 #include "cuda/conv/sm90/halo_3d/halo_3d.h"
 #include "cuda/conv/sm90/wgrad/sums.cuh"
 #include "cuda/core/context.h"
 #include "cuda/core/convert.cuh"
 #include "cuda/core/device.h"
 #include "cuda/gemm/sm90.cuh"
-#include "cuda/gemm/sm90_columns.cuh"
 #include "cuda/gemm/sm90_epilogue.cuh"
-#include "cuda/gemm/sm90_sums.cuh"
 
 namespace jaxconv::cuda {
 
@@ -96,9 +90,17 @@ __device__ __forceinline__ void LoadHalo3dFilter(const Halo3dProduct& p, uint32_
   }
 }
 
+// 8 channels of a place.
+template <typename T>
+__device__ __forceinline__ void PutPlace(void* base, int64_t at, const float* v) {
+  *reinterpret_cast<uint4*>(static_cast<T*>(base) + at) =
+      make_uint4(PackHalves(v[0], v[1], T()), PackHalves(v[4], v[5], T()),
+                 PackHalves(v[8], v[9], T()), PackHalves(v[12], v[13], T()));
+}
+
 // kRow: bytes of a place. A consumer warpgroup has two of a tile's blocks of 64 places. (Three
 // warpgroups take as long; four with a block each spill.)
-template <typename T, int kRow, Halo3dBeside kBeside>
+template <typename T, int kRow>
 __global__ void __launch_bounds__(kSm90Threads, 1)
     Halo3dProductKernel(const __grid_constant__ Halo3dProduct p) {
 #ifdef JAXCONV_SM90A
@@ -160,7 +162,6 @@ __global__ void __launch_bounds__(kSm90Threads, 1)
     RegistersUp<kConsumerRegisters>();
     const int warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
     const int channel = n + lane % 4 * 8;  // the first of this thread's 8
-    Halo3dSums<T, kBeside> sums(p, channel);
     float bias[8] = {};
     if (p.epilogue.bias_kind != BiasKind::kNone && channel < p.n) {
 #pragma unroll
@@ -206,17 +207,11 @@ __global__ void __launch_bounds__(kSm90Threads, 1)
         }
         if (made < run.begin) return;
         const int64_t base = (int64_t(run.image) * p.made[2] + made) * plane_size;
-        if constexpr (kBeside != Halo3dBeside::kNothing) {
-          sums.template Put<kBlocks * 2>(p, base, pixel, channel, v);
-          return;
-        }
         const auto put = [&](void* out) {
 #pragma unroll
           for (int i = 0; i < kBlocks * 2; ++i) {
             const int at = pixel[i / 2][i % 2];
-            if (at >= 0)
-              PutPlace<T>(out, (base + at) * p.n + channel,
-                          RoundPlace<T>(v + i / 2 * 16 + i % 2 * 2));
+            if (at >= 0) PutPlace<T>(out, (base + at) * p.n + channel, v + i / 2 * 16 + i % 2 * 2);
           }
         };
         if (p.z != nullptr) put(p.z);
@@ -263,19 +258,17 @@ __global__ void __launch_bounds__(kSm90Threads, 1)
       // Outputs past the last plane that is read.
       for (int made = last + p.ahead - 2; made < run.end; ++made) finish(made);
     }
-    sums.Write(p, part * kHalo3dParts + group * 4 + warp, channel);
   }
 #endif
 }
 
-template <typename T, int kRow, Halo3dBeside kBeside>
-Status LaunchHalo3dBeside(const Context& ctx, Halo3dProduct& p, int multiprocessors,
-                          const std::string& what) {
+template <typename T, int kRow>
+Status LaunchHalo3dRow(const Context& ctx, Halo3dProduct& p, int multiprocessors,
+                       const std::string& what) {
   p.blocks = (p.n + kHalo3dMade - 1) / kHalo3dMade;
   p.tiles = (p.pitch * p.made[1] + kHalo3dPlaces - 1) / kHalo3dPlaces;
   const int64_t total = int64_t(p.images) * p.strips * p.tiles * p.made[2];
   p.ctas = int(std::min<int64_t>(std::max(multiprocessors / p.blocks, 1), total));
-  if (kBeside != Halo3dBeside::kNothing) p.ctas = std::min(p.ctas, kHalo3dMostCtas);
   const int reach = p.shift[p.taps - 1];
   p.buffers = 2;
   while (p.buffers < 6 &&
@@ -284,36 +277,23 @@ Status LaunchHalo3dBeside(const Context& ctx, Halo3dProduct& p, int multiprocess
   }
   p.buffer_bytes = int(Halo3dBufferBytes(reach, kRow));
   const int shared = int(Halo3dProductShared(p.taps, reach, kRow, p.buffers));
-  auto kernel = Halo3dProductKernel<T, kRow, kBeside>;
+  auto kernel = Halo3dProductKernel<T, kRow>;
   JAXCONV_RETURN_IF_ERROR(AllowSharedMemory(reinterpret_cast<const void*>(kernel), what));
   kernel<<<unsigned(p.blocks * p.ctas), kSm90Threads, shared, ctx.stream>>>(p);
   return LaunchStatus(what);
 }
 
-template <typename T, int kRow>
-Status LaunchHalo3dRow(const Context& ctx, Halo3dProduct& p, Halo3dBeside beside,
-                       int multiprocessors, const std::string& what) {
-  switch (beside) {
-    case Halo3dBeside::kMoments:
-      return LaunchHalo3dBeside<T, kRow, Halo3dBeside::kMoments>(ctx, p, multiprocessors, what);
-    case Halo3dBeside::kNormed:
-      return LaunchHalo3dBeside<T, kRow, Halo3dBeside::kNormed>(ctx, p, multiprocessors, what);
-    default:
-      return LaunchHalo3dBeside<T, kRow, Halo3dBeside::kNothing>(ctx, p, multiprocessors, what);
-  }
-}
-
 template <typename T>
-Status LaunchHalo3dProduct(const Context& ctx, Halo3dProduct& p, Halo3dBeside beside,
-                           int multiprocessors, const std::string& what) {
-  const int row = Halo3dRow(p.channels);
-  const auto launch = row == 32   ? LaunchHalo3dRow<T, 32>
-                      : row == 64 ? LaunchHalo3dRow<T, 64>
-                                  : LaunchHalo3dRow<T, 128>;
-  JAXCONV_RETURN_IF_ERROR(launch(ctx, p, beside, multiprocessors, what));
-  if (beside != Halo3dBeside::kNormed) return Status::Ok();
-  return LaunchColumnTotals<32, 2>(ctx, p.sums, p.ctas * kHalo3dParts, p.n,
-                                   Sm90NormTotals{p.norm.rstd, p.norm.dscale, p.norm.dbias}, what);
+Status LaunchHalo3dProduct(const Context& ctx, Halo3dProduct& p, int multiprocessors,
+                           const std::string& what) {
+  switch (Halo3dRow(p.channels)) {
+    case 32:
+      return LaunchHalo3dRow<T, 32>(ctx, p, multiprocessors, what);
+    case 64:
+      return LaunchHalo3dRow<T, 64>(ctx, p, multiprocessors, what);
+    default:
+      return LaunchHalo3dRow<T, 128>(ctx, p, multiprocessors, what);
+  }
 }
 
 // dw[t, r, s, c, k] = sum over o and v of x[o + t - ahead, v + shift(r, s), c] * dy[o, v, k]

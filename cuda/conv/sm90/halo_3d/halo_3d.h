@@ -12,22 +12,9 @@
 #include "common/status.h"
 #include "cuda/conv/sm90/halo_3d/domain.h"
 #include "cuda/core/context.h"
-#include "cuda/core/derivative.h"
 #include "cuda/gemm/sm90_product.h"
-#include "cuda/gemm/statistics_parts.h"
 
 namespace jaxconv::cuda {
-
-// What the epilogue does beside: the statistics of what it writes (fprop), or the way back through the batch-norm and the
-// activation in front of the convolution (dgrad).
-enum class Halo3dBeside { kNothing, kMoments, kNormed };
-
-// The batch-norm that a dgrad goes back through: x is like dx, the others have a number a channel of it.
-struct Halo3dNorm {
-  const void* x;
-  const float *scale, *bias, *mean, *rstd;
-  float *dscale, *dbias;
-};
 
 // fprop, and dgrad of stride 1. Axes are W, H, D.
 struct Halo3dProduct {
@@ -48,10 +35,6 @@ struct Halo3dProduct {
   int shift[kHalo3dTaps];     // places from an output's to what a tap of its plane reads
   int channels;               // summed
   int n;                      // made
-  StatisticsParts statistics;  // of kMoments: a part a consumer warp
-  Halo3dNorm norm;             // of kNormed
-  DerivativePieces derivative;
-  float* sums;  // (parts, 2, n), of dz and of dz * (x - mean), a part a consumer warp
   // Filled in by the launch.
   int blocks;   // of kHalo3dMade channels made
   int ctas;     // that share a block
@@ -87,24 +70,14 @@ Status Halo3dFprop(const Context& ctx, const ConvProblem& p, const Epilogue& e, 
 Status Halo3dDgrad(const Context& ctx, const ConvProblem& p, const void* dy, const void* w,
                    void* dx, const std::string& what);
 
-// With y's statistics: (K) each, float32; the variance is the biased one.
-Status Halo3dStatistics(const Context& ctx, const ConvProblem& p, const void* x, const void* w,
-                        void* y, void* mean, void* var, Workspace workspace,
-                        const std::string& what);
-// dz, and the norm's sums (ConvNormGradient).
-Status Halo3dNormGradient(const Context& ctx, const ConvProblem& p, const Epilogue& e,
-                          const void* dy, const void* w, const Halo3dNorm& norm, void* dz,
-                          Workspace workspace, const std::string& what);
-
 Status Halo3dWgradOf(const Context& ctx, const ConvProblem& p, int64_t parts, const void* x,
                      const void* dy, void* dw, Workspace workspace, const std::string& what);
 
 Status LaunchHalo3dWgradBf16(const Context& ctx, Halo3dWgrad& p, const std::string& what);
 Status LaunchHalo3dWgradF16(const Context& ctx, Halo3dWgrad& p, const std::string& what);
-// Of kMoments and kNormed at most kHalo3dMostCtas CTAs a block of channels, eight parts each.
-Status LaunchHalo3dProductBf16(const Context& ctx, Halo3dProduct& p, Halo3dBeside beside,
-                               int multiprocessors, const std::string& what);
-Status LaunchHalo3dProductF16(const Context& ctx, Halo3dProduct& p, Halo3dBeside beside,
-                              int multiprocessors, const std::string& what);
+Status LaunchHalo3dProductBf16(const Context& ctx, Halo3dProduct& p, int multiprocessors,
+                               const std::string& what);
+Status LaunchHalo3dProductF16(const Context& ctx, Halo3dProduct& p, int multiprocessors,
+                              const std::string& what);
 
 }  // namespace jaxconv::cuda

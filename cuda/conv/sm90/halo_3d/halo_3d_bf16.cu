@@ -3,9 +3,9 @@
 
 namespace jaxconv::cuda {
 
-Status LaunchHalo3dProductBf16(const Context& ctx, Halo3dProduct& p, Halo3dBeside beside,
-                               int multiprocessors, const std::string& what) {
-  return LaunchHalo3dProduct<__nv_bfloat16>(ctx, p, beside, multiprocessors, what);
+Status LaunchHalo3dProductBf16(const Context& ctx, Halo3dProduct& p, int multiprocessors,
+                               const std::string& what) {
+  return LaunchHalo3dProduct<__nv_bfloat16>(ctx, p, multiprocessors, what);
 }
 
 Status LaunchHalo3dWgradBf16(const Context& ctx, Halo3dWgrad& p, const std::string& what) {

@@ -3,9 +3,9 @@
 
 namespace jaxconv::cuda {
 
-Status LaunchHalo3dProductF16(const Context& ctx, Halo3dProduct& p, Halo3dBeside beside,
-                              int multiprocessors, const std::string& what) {
-  return LaunchHalo3dProduct<__half>(ctx, p, beside, multiprocessors, what);
+Status LaunchHalo3dProductF16(const Context& ctx, Halo3dProduct& p, int multiprocessors,
+                              const std::string& what) {
+  return LaunchHalo3dProduct<__half>(ctx, p, multiprocessors, what);
 }
 
 Status LaunchHalo3dWgradF16(const Context& ctx, Halo3dWgrad& p, const std::string& what) {
