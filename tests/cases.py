@@ -588,6 +588,7 @@ STEM_CASES = (
     ),
     edge("volume_c4", 2, (5, 9, 70), 4, 32, (3, 3, 3), "3-D, four channels: 12 of 16 are planes'", padding=1),
     edge("volume_c3", 1, (3, 10, 33), 3, 64, (3, 3, 3), "3-D, three channels to many: wgrad has no planes", padding=1),
+    edge("volume_c8", 2, (3, 6, 19), 8, 16, (2, 3, 3), "3-D: two planes of eight channels", padding=1),
     edge(
         "volume_c9",
         1,

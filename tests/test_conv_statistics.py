@@ -95,14 +95,28 @@ GROUPED = {
 }
 
 
+def volume(*size: int, **changed: Any) -> dict[str, Any]:
+    of = dict(in_spatial=size, out_spatial=size, filter=(3, 3, 3), stride=(1,) * 3, dilation=(1,) * 3)
+    return of | dict(padding=((1, 1),) * 3) | changed
+
+
+# Few channels over several planes
+VOLUMES = {
+    "volume": volume(4, 6, 50, in_channels=40),
+    "volume, planes of padding": volume(1, 9, 61, batch=3, out_channels=72),  # 8 past a block of 64
+    "volume, wide": volume(2, 2, 257, batch=1),
+    "volume, few rows": volume(2, 1, 3, batch=1, in_channels=8, out_channels=8),  # less than a tile
+}
+
+
 @pytest.mark.parametrize(
     ("case", "dtype"),
     # Of few channels a group the kernel takes 16 bits.
-    [(case, d) for case in (*CASES, *GROUPED) for d in KERNEL_DTYPES if case not in GROUPED or d != "tf32"],
+    [(case, d) for case in (*CASES, *GROUPED, *VOLUMES) for d in KERNEL_DTYPES if case not in GROUPED or d != "tf32"],
 )
 def test_statistics_of_integers(case, dtype):
     """y is exact; its statistics err by their own rounding and by that of combining parts, a few ulp."""
-    p = problem(dtype, **(CASES | GROUPED)[case])
+    p = problem(dtype, **(CASES | GROUPED | VOLUMES)[case])
     filters, rows = p.w_shape, tuple(range(p.nd + 1))
     with types_of(dtype):
         # Every fourth filter element: sums stay integers that 16 bits hold.
@@ -120,7 +134,7 @@ def test_statistics_of_integers(case, dtype):
 
 
 # A kernel of each family
-FAMILIES = {"one group": {}, "two groups": few_a_group(8, 2)}
+FAMILIES = {"one group": {}, "two groups": few_a_group(8, 2), "volume": volume(2, 5, 8)}
 
 
 @pytest.mark.parametrize("groups", FAMILIES)
@@ -130,14 +144,15 @@ def test_statistics_are_those_of_what_was_rounded(dtype, groups):
     p = problem(dtype, batch=9, **FAMILIES[groups])
     x, w = normal(0, p.x_shape, p.dtype), 0.05 * normal(1, p.w_shape, p.dtype)
     x[..., :: p.in_channels // p.groups], w[...] = 1, w.astype(jnp.dtype(p.dtype))
-    w[1, 1, 0] += 300
+    w[(*[1] * p.nd, 0)] += 300
     w = w.astype(jnp.dtype(p.dtype)).astype(np.float64)
     with types_of(dtype):
         for forced in kernels(p):
             y, mean, var = jax.jit(functools.partial(statistics, forced))(*(jnp.asarray(a, p.dtype) for a in (x, w)))
             written = np.asarray(y, np.float64)
-            assert_within(mean, written.mean((0, 1, 2)), 600 * eps(mean.dtype.name), forced.algorithm)
-            expected = written.var((0, 1, 2))
+            rows = tuple(range(p.nd + 1))
+            assert_within(mean, written.mean(rows), 600 * eps(mean.dtype.name), forced.algorithm)
+            expected = written.var(rows)
             assert_within(var, expected, 64 * eps(mean.dtype.name) * (1 + expected), forced.algorithm)
 
 
@@ -203,14 +218,14 @@ def test_variance_is_right_where_the_mean_is_far_from_zero(dtype, groups):
     x = integers(0, p.x_shape, 1)
     x[..., ::each] = 1
     w = np.zeros(p.w_shape)
-    centre = w[p.filter[0] // 2, p.filter[1] // 2]
+    centre, rows = w[tuple(f // 2 for f in p.filter)], tuple(range(p.nd + 1))
     centre[0], centre[1 + k % (each - 1), k] = large, 1
     for forced in kernels(p):
         y, mean, var = jax.jit(functools.partial(statistics, forced))(*(jnp.asarray(a, p.dtype) for a in (x, w)))
         expected = np.asarray(y, np.float64)
         ulp = eps("float32") * large
-        assert_within(mean, expected.mean((0, 1, 2)), 2 * ulp, forced.algorithm)
-        assert_within(var, expected.var((0, 1, 2)), 4 * ulp**2 + 64 * eps("float32"), forced.algorithm)
+        assert_within(mean, expected.mean(rows), 2 * ulp, forced.algorithm)
+        assert_within(var, expected.var(rows), 4 * ulp**2 + 64 * eps("float32"), forced.algorithm)
 
 
 def test_statistics_have_derivatives_and_batch(x64):

@@ -248,7 +248,8 @@ def test_a_volumes_first_layer_is_planes_by_default_on_hopper(op):
         for device in (H100, H200):
             plan = _plan.plan(op, problem(**volume | changes), device)
             assert plan.kernel == "stem/planes", (changes, plan.reason)
-    for changes in (dict(c=11), dict(extent=(16, 64, 64)), dict(stride=2), dict(filter=(5, 3, 3)), dict(k=8)):
+    others = dict(c=11), dict(c=8, k=64), dict(extent=(16, 64, 64)), dict(stride=2), dict(filter=(5, 3, 3)), dict(k=8)
+    for changes in others:
         plan = _plan.plan(op, problem(**volume | dict(batch=1) | changes), H100)
         assert plan.kernel != "stem/planes", (changes, plan.reason)
     assert _plan.plan(op, problem(**volume), A100).implementation == "xla"

@@ -28,39 +28,40 @@ struct FoldPlanesArgs {
   void* to;
   int64_t planes, tiles, pixels;  // of y in all, tiles of a plane, pixels of a plane of x
   int made, depth, stride;        // planes of an image of y and of x
-  int channels;                   // of x
-  // Of a folded channel: the plane of x for o = 0, and the channel there.
-  int first[stem::kMostFolded], channel[stem::kMostFolded];
-  int count;  // folded channels, the others are zeros
+  int vectors;                    // of a pixel of x
+  // Of a folded vector: the plane of x for o = 0, and the vector there.
+  int first[stem::kMostFolded], vector[stem::kMostFolded];
+  int count;  // folded vectors, the others are zeros
 };
 
-// E: an element's bits.
-template <typename E, int kChannels>
+// Vector: elements of x that one load reads, all of a pixel or a part of them.
+template <typename Vector, int kVectors>
 __global__ void __launch_bounds__(kThreads)
     FoldPlanesKernel(const __grid_constant__ FoldPlanesArgs a) {
-  struct alignas(sizeof(E) * kChannels < 16 ? sizeof(E) * kChannels : 16) Pixel {
-    E v[kChannels];
+  constexpr int kBytes = int(sizeof(Vector)) * kVectors;
+  struct alignas(kBytes < 16 ? kBytes : 16) Pixel {
+    Vector v[kVectors];
   };
-  const E* x = static_cast<const E*>(a.x);
+  const Vector* x = static_cast<const Vector*>(a.x);
   Pixel* to = static_cast<Pixel*>(a.to);
   for (int64_t tile = blockIdx.x; tile < a.planes * a.tiles; tile += gridDim.x) {
     const int64_t plane = tile / a.tiles, begin = (tile - plane * a.tiles) * kPixels;
     const int64_t image = plane / a.made;
     const int o = int(plane - image * a.made);
     const int64_t end = begin + kPixels < a.pixels ? begin + kPixels : a.pixels;
-    const E* from[kChannels];  // null: zeros
+    const Vector* from[kVectors];  // null: zeros
 #pragma unroll
-    for (int i = 0; i < kChannels; ++i) {
+    for (int i = 0; i < kVectors; ++i) {
       const int d = o * a.stride + a.first[i];
       from[i] = i < a.count && d >= 0 && d < a.depth
-                    ? x + (image * a.depth + d) * a.pixels * a.channels + a.channel[i]
+                    ? x + (image * a.depth + d) * a.pixels * a.vectors + a.vector[i]
                     : nullptr;
     }
     for (int64_t at = begin + threadIdx.x; at < end; at += kThreads) {
       Pixel pixel;
 #pragma unroll
-      for (int i = 0; i < kChannels; ++i) {
-        pixel.v[i] = from[i] != nullptr ? __ldg(from[i] + at * a.channels) : E(0);
+      for (int i = 0; i < kVectors; ++i) {
+        pixel.v[i] = from[i] != nullptr ? __ldg(from[i] + at * a.vectors) : Vector{};
       }
       to[plane * a.pixels + at] = pixel;
     }
@@ -95,9 +96,40 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-template <typename E>
+// bytes: of a folded pixel.
+template <typename Vector>
+Status FoldVectors(const Context& ctx, const FoldPlanesArgs& a, int64_t bytes,
+                   const std::string& what) {
+  const auto kernel = [&]() -> void (*)(FoldPlanesArgs) {
+    constexpr int kOne = int(sizeof(Vector));
+    switch (bytes) {
+      case 8:
+        if constexpr (kOne <= 4) return FoldPlanesKernel<Vector, 8 / kOne>;
+        break;
+      case 16:
+        if constexpr (kOne <= 8) return FoldPlanesKernel<Vector, 16 / kOne>;
+        break;
+      case 32:
+        return FoldPlanesKernel<Vector, 32 / kOne>;
+      case 64:
+        return FoldPlanesKernel<Vector, 64 / kOne>;
+      case 128:
+        if constexpr (kOne >= 4) return FoldPlanesKernel<Vector, 128 / kOne>;
+        break;
+    }
+    return nullptr;
+  }();
+  if (kernel == nullptr) return Status::Internal(what + ": no kernel folds its planes");
+  const unsigned blocks = unsigned(std::min<int64_t>(a.planes * a.tiles, 132 * 16));
+  kernel<<<blocks, kThreads, 0, ctx.stream>>>(a);
+  return LaunchStatus(what + " (planes to channels)");
+}
+
 Status Fold(const Context& ctx, const ConvProblem& p, int64_t channels, const void* x, void* to,
             const std::string& what) {
+  const int64_t item = int64_t(SizeOf(p.dtype));
+  int64_t bytes = 16;  // of a vector
+  while (p.c * item % bytes != 0) bytes /= 2;
   FoldPlanesArgs a{};
   a.x = x;
   a.to = to;
@@ -107,19 +139,17 @@ Status Fold(const Context& ctx, const ConvProblem& p, int64_t channels, const vo
   a.made = int(p.out[0]);
   a.depth = int(p.in[0]);
   a.stride = int(p.stride[0]);
-  a.channels = int(p.c);
-  a.count = int(p.filter[0] * p.c);
+  a.vectors = int(p.c * item / bytes);
+  a.count = int(p.filter[0]) * a.vectors;
   for (int i = 0; i < a.count; ++i) {
-    a.first[i] = int(i / p.c * p.dilation[0] - p.pad[0]);
-    a.channel[i] = int(i % p.c);
+    a.first[i] = int(i / a.vectors * p.dilation[0] - p.pad[0]);
+    a.vector[i] = i % a.vectors;
   }
-  const unsigned blocks = unsigned(std::min<int64_t>(a.planes * a.tiles, 132 * 16));
-  const auto kernel = channels == 4    ? FoldPlanesKernel<E, 4>
-                      : channels == 8  ? FoldPlanesKernel<E, 8>
-                      : channels == 16 ? FoldPlanesKernel<E, 16>
-                                       : FoldPlanesKernel<E, stem::kMostFolded>;
-  kernel<<<blocks, kThreads, 0, ctx.stream>>>(a);
-  return LaunchStatus(what + " (planes to channels)");
+  const auto fold = bytes == 16  ? FoldVectors<uint4>
+                    : bytes == 8 ? FoldVectors<uint2>
+                    : bytes == 4 ? FoldVectors<uint32_t>
+                                 : FoldVectors<uint16_t>;
+  return fold(ctx, a, channels * item, what);
 }
 
 template <typename E>
@@ -155,8 +185,7 @@ Status StemPlanesFprop(const Context& ctx, const ConvProblem& p, const Epilogue&
   char* folded = static_cast<char*>(workspace.data);
   char* filter = folded + stem::FoldedBytes(q);
   const bool half = SizeOf(p.dtype) == 2;
-  JAXCONV_RETURN_IF_ERROR(half ? Fold<uint16_t>(ctx, p, q.c, x, folded, what)
-                               : Fold<uint32_t>(ctx, p, q.c, x, folded, what));
+  JAXCONV_RETURN_IF_ERROR(Fold(ctx, p, q.c, x, folded, what));
   JAXCONV_RETURN_IF_ERROR(half ? FoldFilter<uint16_t>(ctx, p, q, w, filter, what)
                                : FoldFilter<uint32_t>(ctx, p, q, w, filter, what));
   if (q.c > kFew)
@@ -176,8 +205,7 @@ Status StemPlanesWgrad(const Context& ctx, const ConvProblem& p, int64_t splits,
   char* sums = folded + stem::FoldedBytes(q);
   float* partials = reinterpret_cast<float*>(sums + stem::FoldedFilterBytes(q));
   const bool half = SizeOf(p.dtype) == 2;
-  JAXCONV_RETURN_IF_ERROR(half ? Fold<uint16_t>(ctx, p, q.c, x, folded, what)
-                               : Fold<uint32_t>(ctx, p, q.c, x, folded, what));
+  JAXCONV_RETURN_IF_ERROR(Fold(ctx, p, q.c, x, folded, what));
   if (q.c > kFew) {
     const Workspace parts = {partials, PartialsBytes(q, splits)};
     JAXCONV_RETURN_IF_ERROR(
