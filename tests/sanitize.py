@@ -181,8 +181,6 @@ STEM_CONVS = {
     "rgb": ((18, 20), 72, 3, 1, (3, 3), {}),
     "head": ((9, 140), 136, 8, 1, (1, 3), {"dilation": 2}),
     "planes": ((4, 6, 40), 1, 24, 1, (3, 3, 3), {}),
-    "planes-16": ((4, 6, 40), 4, 24, 1, (3, 3, 3), {}),
-    "planes-32": ((4, 6, 40), 9, 24, 1, (3, 3, 3), {"stride": (2, 1, 1)}),
     "many-tiles": ((222, 224), 3, 40, 1, (3, 3), {"stride": 2}),  # more tiles than blocks
 }
 NARROW_CONVS = {
@@ -193,6 +191,8 @@ NARROW_CONVS = {
     "24": ((11, 9), 24, 40, 1, (3, 3), {"padding": ((2, 0), (0, 2))}),
     "pixel": ((1, 1), 16, 8, 1, (3, 3), {}),
     "long": ((867, 3), 24, 32, 1, (3, 3), {}),  # three images: more rows than stages
+    "planes-16": ((4, 6, 40), 4, 24, 1, (3, 3, 3), {}),
+    "planes-32": ((4, 6, 40), 9, 24, 1, (3, 3, 3), {"stride": (2, 1, 1)}),
 }
 # Enough threads for runs of 2 and 4 pixels, in rows that these do not divide; in those above they are of one.
 FEW_CONVS = {

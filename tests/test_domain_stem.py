@@ -189,7 +189,7 @@ def test_patches_are_the_steps_of_a_16_bit_filter_over_all_of_x():
 
 
 def test_planes_are_channels_where_the_filter_has_few_of_them():
-    """A volume's first layer: T planes of C channels, T * C at most 32, by the kernels of two axes."""
+    """A volume's first layer: T planes of C channels, T * C at most 8, by the kernels of two axes."""
     volume = dict(c=1, k=32, extent=(64, 64, 64), filter=(3, 3, 3), padding=1)
     p = problem(**volume)
     for device in (H200, A100):
@@ -203,9 +203,8 @@ def test_planes_are_channels_where_the_filter_has_few_of_them():
         assert plan.workspace_bytes == conv_workspace("conv_fprop", plan, p) == folded + 9 * 4 * 32 * 2
     assert "shared memory" in made("conv_wgrad", "stem/planes", p, RTX4090)
     for fits, others, why in (
-        (dict(c=10), dict(c=11), "at most 32"),
-        (dict(filter=(32, 3, 3)), dict(filter=(33, 3, 3)), "at most 32"),
-        (dict(c=2, filter=(3, 3, 4)), dict(c=3, filter=(3, 3, 4)), "16 channels: it needs a 3x3 filter"),
+        (dict(c=2), dict(c=3), "at most 8"),
+        (dict(filter=(8, 3, 3)), dict(filter=(9, 3, 3)), "at most 8"),
         (dict(filter=(2, 3, 3), padding=(0, 1, 1)), dict(filter=(1, 3, 3), padding=(0, 1, 1)), "several planes"),
         (dict(stride=(17, 1, 1)), dict(stride=(1, 17, 1)), "strides up to 16"),
         (dict(k=40), dict(k=36), "a multiple of 8"),
@@ -225,18 +224,27 @@ def test_planes_are_channels_where_the_filter_has_few_of_them():
 def test_planes_of_more_than_8_channels_are_those_of_few_on_both_sides():
     """Filled up to 16 or 32 of them, which narrow/rows takes on Hopper."""
     volume = dict(k=32, extent=(16, 64, 64), filter=(3, 3, 3), padding=1)
+
+    def refused(op: str, device: _plan.Device = H200, **changes) -> str | None:
+        return conv_refusal(op, _plan.Plan("native", "", "narrow/planes"), problem(**volume | changes), device)
+
     for c, channels in ((3, 16), (5, 16), (6, 32), (10, 32)):
         p = problem(c=c, **volume)
-        plan = made("conv_wgrad", "stem", p, H200)
-        assert plan.kernel == "stem/planes" and plan.splits == H200.sm_count
+        plan = made("conv_wgrad", "narrow", p, H200)
+        assert plan.kernel == "narrow/planes" and plan.splits == H200.sm_count
         assert conv_refusal("conv_wgrad", plan, p, H200) is None
         folded, filters = 2 * 16 * 64**2 * channels * 2, 9 * channels * 32
         assert plan.workspace_bytes == folded + filters * 2 + plan.splits * filters * 4
-        assert refusal("planes", "conv_fprop", p) is None
-    assert "compute capability 9.0" in refusal("planes", "conv_fprop", problem(c=3, **volume), A100)
-    assert refusal("planes", "conv_fprop", problem(c=3, **volume | dict(k=64))) is None
-    assert "up to 32, got 16 and 64" in refusal("planes", "conv_wgrad", problem(c=3, **volume | dict(k=64)))
-    assert "16 x 72" in refusal("planes", "conv_fprop", problem(c=3, **volume | dict(k=72)))
+        assert refused("conv_fprop", c=c) is None
+    assert "compute capability 9.0" in refused("conv_fprop", A100, c=3)
+    assert refused("conv_fprop", c=3, k=64) is None
+    assert "up to 32, got 16 and 64" in refused("conv_wgrad", c=3, k=64)
+    assert "16 x 72" in refused("conv_fprop", c=3, k=72)
+    for changes in (dict(c=2), dict(c=11), dict(c=9, filter=(1, 3, 3))):
+        assert "are 9 to 32" in refused("conv_fprop", **changes)
+    assert "16 channels: it needs a 3x3 filter" in refused("conv_wgrad", c=3, filter=(3, 3, 4))
+    for op in ("conv_dgrad", "conv_add", "conv_dgrad_add", "conv_gradient", "conv_gradient_add", "conv_statistics"):
+        assert refused(op, c=3), op
 
 
 @pytest.mark.parametrize("op", ["conv_fprop", "conv_wgrad"])
@@ -247,9 +255,10 @@ def test_a_volumes_first_layer_is_planes_by_default_on_hopper(op):
     for changes in ({}, dict(batch=1), *more, wide, wide | dict(k=64)):
         for device in (H100, H200):
             plan = _plan.plan(op, problem(**volume | changes), device)
-            assert plan.kernel == "stem/planes", (changes, plan.reason)
+            few = changes.get("c", 1) <= 2
+            assert plan.kernel == ("stem/planes" if few else "narrow/planes"), (changes, plan.reason)
     others = dict(c=11), dict(c=8, k=64), dict(extent=(16, 64, 64)), dict(stride=2), dict(filter=(5, 3, 3)), dict(k=8)
     for changes in others:
         plan = _plan.plan(op, problem(**volume | dict(batch=1) | changes), H100)
-        assert plan.kernel != "stem/planes", (changes, plan.reason)
+        assert not plan.kernel.endswith("planes"), (changes, plan.reason)
     assert _plan.plan(op, problem(**volume), A100).implementation == "xla"

@@ -30,8 +30,7 @@ KERNELS = (
     *CONV_ALGORITHMS,
     *(f"depthwise/{kernel}" for kernel in depthwise.KERNELS),
     *("grouped/rows", "grouped/rows_float32", "grouped/mma", "stem/mma", "stem/sm90_narrow_in", "stem/sm90_narrow_out"),
-    "stem/planes",
-    "narrow/rows",
+    *("stem/planes", "narrow/rows", "narrow/planes"),
     *("sm90/product", "sm90/halo", "sm90/halo_stream", "sm90/halo_3d", "sm90/resident", "sm90/product_swapped"),
 )
 FAR, FURTHER = 15, 47  # columns, of depthwise filters that reach 9 of them, and more

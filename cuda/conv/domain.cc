@@ -21,12 +21,13 @@ namespace {
 bool AddsResidual(std::string_view family, std::string_view member, const ConvProblem& p) {
   if (family == "sm90") return conv::sm90::AddsResidual(member, p);
   return family == "direct" || family == "im2col" || family == "implicit_gemm" ||
-         family == "narrow";
+         (family == "narrow" && member == "rows");
 }
 
 // Whether a family's kernel adds to its dgrads; sm90 says so itself.
 bool AddsToDgrad(std::string_view family, std::string_view member) {
-  return family == "narrow" || (family == "depthwise" && conv::depthwise::AddsToDgrad(member));
+  return (family == "narrow" && member == "rows") ||
+         (family == "depthwise" && conv::depthwise::AddsToDgrad(member));
 }
 
 // As sm90 runs it. Not folded where it sums up: the sums are of x's own channels.
@@ -59,7 +60,8 @@ std::string ConvRefusal(ConvOp op, const ConvProblem& p, const Plan& plan, const
   if (op == ConvOp::kNormGradient && family != "sm90")
     return "only sm90 goes back through a batch-norm in its dgrads";
   if (op == ConvOp::kGradientAdd) {
-    if (family != "narrow") return "only narrow adds to a dgrad behind an activation's derivative";
+    if (family != "narrow" || member != "rows")
+      return "only narrow adds to a dgrad behind an activation's derivative";
     op = ConvOp::kGradient;  // that is all the difference
   }
   if (op == ConvOp::kGradient && family != "sm90" && family != "narrow")

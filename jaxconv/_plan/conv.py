@@ -19,6 +19,7 @@ from jaxconv._plan import (
     measured,
     model,
     narrow,
+    planes,
     sm90,
     stem,
     tuned,
@@ -181,13 +182,14 @@ class Conv(Planner):
         return two(f"{reason}; {slow_activation(p)}") if algorithm else None
 
     def overruled(self, p: ConvProblem, device: Device, best: Plan | None) -> Plan | None:
-        """A volume's first layer is stem/planes' where that was not measured near (docs/kernels/stem.md)."""
-        why = stem.first_of_a_volume(self.op, p, device) if self.op in ("conv", "conv_fprop", "conv_wgrad") else None
-        near = measured.nearest(self.op, p, device, "stem/planes")
+        """A volume's first layer has its planes as channels where that was not measured near (docs/kernels/stem.md)."""
+        why = planes.first_of_a_volume(self.op, p, device) if self.op in ("conv", "conv_fprop", "conv_wgrad") else None
+        kernel = planes.kernel(p) if why else ""
+        near = measured.nearest(self.op, p, device, kernel)
         if why is None or (near is not None and near.apart <= measured.FAR):
             return None
-        planes = self.made("stem/planes", p, device)
-        return dataclasses.replace(planes, reason=why) if isinstance(planes, Plan) else None
+        plan = self.made(kernel, p, device)
+        return dataclasses.replace(plan, reason=why) if isinstance(plan, Plan) else None
 
     def features(self, p: ConvProblem) -> Features:
         """Coordinates: pixels of y, C / groups, K / groups, groups."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from jaxconv._plan import planes
 from jaxconv._plan.plan import Device, Plan
 from jaxconv._problem import ConvProblem
 
@@ -12,9 +13,11 @@ LEAST_ROWS = 4  # of images, several of which share a strip, in a part of a weig
 
 
 def wants(op: str, p: ConvProblem, device: Device) -> Iterator[Plan]:
-    yield Plan("native", "", "narrow/rows", splits=wgrad_splits(p, device) if op == "conv_wgrad" else 1)
+    wgrad = op == "conv_wgrad"
+    yield Plan("native", "", "narrow/rows", splits=_wgrad_splits(p, device) if wgrad else 1)
+    yield Plan("native", "", "narrow/planes", splits=_wgrad_splits(planes.folded(p), device) if wgrad else 1)
 
 
-def wgrad_splits(p: ConvProblem, device: Device) -> int:
-    """Of a weight gradient: one block fits a multiprocessor."""
+def _wgrad_splits(p: ConvProblem, device: Device) -> int:
+    """One block fits a multiprocessor."""
     return max(1, min(device.sm_count, p.batch * math.prod(p.out_spatial[:-1]) // LEAST_ROWS))

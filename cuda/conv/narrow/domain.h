@@ -1,12 +1,14 @@
 // What the kernels for convolutions of few channels on both sides can run. Host C++17 without CUDA headers (cuda/domain.h).
 //
-//   narrow/rows   sm_90: 3x3 of stride 1, every pass, by mma.sync; float32 as TF32
+//   narrow/rows     sm_90: 3x3 of stride 1, every pass, by mma.sync; float32 as TF32
+//   narrow/planes   fprop and wgrad of a volume's first layer, whose planes are more channels than stem takes, by rows
 #pragma once
 
 #include <string>
 #include <string_view>
 
 #include "cuda/conv/common/domain.h"
+#include "cuda/conv/common/planes.h"
 #include "cuda/domain.h"
 
 namespace jaxconv::cuda::conv::narrow {
@@ -17,9 +19,7 @@ constexpr int64_t kMostMade = 128;   // channels that fprop and dgrad make
 constexpr int64_t kMostProducts = 1024;
 constexpr int64_t kMostParts = 256;  // of kGradient's sums, whatever the device
 
-inline std::string Refusal(std::string_view kernel, ConvOp op, const ConvProblem& p,
-                           const Device& device) {
-  if (kernel != "rows") return "there is no such kernel";
+inline std::string RefuseRows(ConvOp op, const ConvProblem& p, const Device& device) {
   if (!device.sm90()) return "it needs compute capability 9.0";
   if (std::string why = RefuseCoordinates(p); !why.empty()) return why;
   if (!p.channels_last) return "it needs channels-last arrays";
@@ -49,7 +49,22 @@ inline std::string Refusal(std::string_view kernel, ConvOp op, const ConvProblem
   return "";
 }
 
+inline std::string Refusal(std::string_view kernel, ConvOp op, const ConvProblem& p,
+                           const Device& device) {
+  if (kernel == "rows") return RefuseRows(op, p, device);
+  if (kernel != "planes") return "there is no such kernel";
+  if (std::string why = RefuseFolding(op, p, 9, kMostFolded); !why.empty()) return why;
+  const ConvProblem q = PlanesAsChannels(p);
+  const std::string why = RefuseRows(op, q, device);
+  return why.empty() ? "" : "of planes as " + std::to_string(q.c) + " channels: " + why;
+}
+
 inline int64_t Workspace(ConvOp op, const ConvProblem& p, const Plan& plan) {
+  if (MemberOf(plan.kernel) == "planes") {
+    const ConvProblem q = PlanesAsChannels(p);
+    const int64_t partials = op == ConvOp::kWgrad ? PartialsBytes(q, plan.splits) : 0;
+    return FoldedBytes(q) + FoldedFilterBytes(q) + partials;
+  }
   if (op == ConvOp::kGradient) return kMostParts * p.c * 4;
   return op == ConvOp::kWgrad ? PartialsBytes(p, plan.splits) : 0;
 }

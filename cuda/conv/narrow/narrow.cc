@@ -1,7 +1,9 @@
 // The narrow family's face: its kernel by the name of the plan, and the element type.
 #include "cuda/conv/narrow/narrow.h"
 
+#include "cuda/conv/common/fold.h"
 #include "cuda/conv/common/launchers.h"
+#include "cuda/conv/common/planes.h"
 #include "cuda/conv/narrow/kernels.h"
 
 namespace jaxconv::cuda {
@@ -31,8 +33,16 @@ constexpr conv::Launchers kKernels[] = {{"narrow/rows", nullptr, Wgrad}};
 
 Status NarrowFprop(const Context& ctx, const ConvProblem& p, const Epilogue& e, const Plan& plan,
                    const void* x, const void* w, const void* bias, const void* residual, void* y,
-                   void* z, Workspace) {
+                   void* z, Workspace workspace) {
   const std::string what = Describe(residual == nullptr ? "conv_fprop" : "conv_add", p, plan);
+  if (plan.kernel == "narrow/planes") {
+    const ConvProblem q = conv::PlanesAsChannels(p);
+    char* folded = static_cast<char*>(workspace.data);
+    char* filter = folded + conv::FoldedBytes(q);
+    JAXCONV_RETURN_IF_ERROR(conv::FoldPlanes(ctx, p, q, x, folded, what));
+    JAXCONV_RETURN_IF_ERROR(conv::FoldFilter(ctx, p, q, w, filter, what));
+    return Forward(ctx, q, false, e, folded, filter, bias, nullptr, y, z, what);
+  }
   return Forward(ctx, p, false, e, x, w, bias, residual, y, z, what);
 }
 
@@ -58,6 +68,18 @@ Status NarrowGradient(const Context& ctx, const ConvProblem& p, const Epilogue& 
 
 Status NarrowWgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, const void* x,
                    const void* dy, void* dw, Workspace workspace) {
+  if (plan.kernel == "narrow/planes") {
+    const std::string what = Describe("conv_wgrad", p, plan);
+    const ConvProblem q = conv::PlanesAsChannels(p);
+    char* folded = static_cast<char*>(workspace.data);
+    char* sums = folded + conv::FoldedBytes(q);
+    char* partials = sums + conv::FoldedFilterBytes(q);
+    JAXCONV_RETURN_IF_ERROR(conv::FoldPlanes(ctx, p, q, x, folded, what));
+    const Plan rows = {"narrow/rows", "", plan.splits, 0};
+    JAXCONV_RETURN_IF_ERROR(conv::Wgrad(kKernels, ctx, q, rows, folded, dy, sums,
+                                        {partials, conv::PartialsBytes(q, plan.splits)}));
+    return conv::UnfoldFilter(ctx, p, q, sums, dw, what);
+  }
   return conv::Wgrad(kKernels, ctx, p, plan, x, dy, dw, workspace);
 }
 

@@ -5,8 +5,7 @@
 //   stem/mma               every pass, by mma.sync
 //   stem/sm90_narrow_in    sm_90: narrow to wide (fprop where C is small, dgrad where K is), and in 16 bit wgrad
 //   stem/sm90_narrow_out   sm_90: wide to narrow (dgrad where C is small, fprop where K is)
-//   stem/planes            fprop and wgrad where C is small and the filter has several planes, by the first two, or by
-//                          narrow/rows
+//   stem/planes            fprop and wgrad where C is small and the filter has several planes, by the first two
 //   stem/patches           sm_90: dgrad of a filter that steps by its own extents, as a dense product
 #pragma once
 
@@ -15,7 +14,7 @@
 #include <string_view>
 
 #include "cuda/conv/common/domain.h"
-#include "cuda/conv/narrow/domain.h"
+#include "cuda/conv/common/planes.h"
 #include "cuda/conv/stem/geometry.h"
 #include "cuda/domain.h"
 
@@ -188,39 +187,9 @@ inline std::string RefusePatches(ConvOp op, const ConvProblem& p, const Plan& pl
   return why.empty() ? "" : "of its product: " + why;
 }
 
-constexpr int64_t kMostFolded = 32;  // channels of folded planes
-
-// fprop and wgrad over planes whose T*C channels are what the T planes of a window have, filled up to 4, 8, 16 or 32
-// (planes.cu). More than 8 are narrow/rows'.
-inline ConvProblem PlanesAsChannels(ConvProblem p) {
-  const int64_t channels = p.filter[0] * p.c;
-  p.c = channels <= 4 ? 4 : channels <= kFew ? kFew : channels <= 16 ? 16 : kMostFolded;
-  p.in[0] = p.out[0];
-  p.filter[0] = p.stride[0] = p.dilation[0] = 1;
-  p.pad[0] = 0;
-  return p;
-}
-
-// Of the folded problem's x, and of its w or dw.
-inline int64_t FoldedBytes(const ConvProblem& q) {
-  return Align256(q.n * q.in_size() * q.c * int64_t(SizeOf(q.dtype)));
-}
-inline int64_t FoldedFilterBytes(const ConvProblem& q) {
-  return Align256(FilterCount(q) * int64_t(SizeOf(q.dtype)));
-}
-
 inline std::string RefusePlanes(ConvOp op, const ConvProblem& p, const Device& device) {
-  if ((op != ConvOp::kFprop && op != ConvOp::kWgrad) || p.groups != 1 || p.filter[0] < 2 ||
-      p.filter[0] > kMostFolded || p.c > kMostFolded || p.filter[0] * p.c > kMostFolded) {
-    return "it needs fprop or wgrad of a filter of several planes, which times the input channels "
-           "are at most 32";
-  }
-  if (std::string why = RefuseCoordinates(p); !why.empty()) return why;
+  if (std::string why = RefuseFolding(op, p, 1, kFew); !why.empty()) return why;
   const ConvProblem q = PlanesAsChannels(p);
-  if (q.c > kFew) {
-    const std::string why = narrow::Refusal("rows", op, q, device);
-    return why.empty() ? "" : "of planes as " + std::to_string(q.c) + " channels: " + why;
-  }
   if (std::string why = RefuseProblem(q, device); !why.empty()) return why;
   if (Empty(p) || RefuseNarrowIn(op, q, device).empty()) return "";
   return RefuseMma(op, q, device);
