@@ -14,8 +14,8 @@ LEAST_ROWS = 4  # of images, several of which share a strip, in a part of a weig
 
 def wants(op: str, p: ConvProblem, device: Device) -> Iterator[Plan]:
     wgrad = op == "conv_wgrad"
-    yield Plan("native", "", "narrow/rows", splits=_wgrad_splits(p, device) if wgrad else 1)
     yield Plan("native", "", "narrow/planes", splits=_wgrad_splits(planes.folded(p), device) if wgrad else 1)
+    yield Plan("native", "", "narrow/rows", splits=_wgrad_splits(p, device) if wgrad else 1)
 
 
 def _wgrad_splits(p: ConvProblem, device: Device) -> int:
