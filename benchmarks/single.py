@@ -135,7 +135,8 @@ def _pinned(predict: Callable[[Any], jax.Array], image: np.ndarray, options: Map
     compiled = jitted.lower(ready).compile()
     jax.block_until_ready(compiled(ready))
     return {
-        "pinned": Call(lambda: image, compiled, np.asarray),
+        # A program that is compiled ahead of time takes an array in its own memory only.
+        "pinned": Call(lambda: image, lambda x: compiled(jax.device_put(x, pinned)), np.asarray),
         "pinned_ready": Call(lambda: ready, compiled, np.asarray),
     }
 
