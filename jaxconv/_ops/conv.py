@@ -844,8 +844,9 @@ def conv2d(
     zeros, and infinity times zero is NaN. The kernels for 16-bit depthwise convolutions do so up to 15 columns away, or
     47 for filters that reach more than 9 columns. The kernels for groups whose channels are no multiple of 8 do so in
     the neighbouring groups within the same 8 channels. In float16, where overflow is common, a forward pass runs on
-    these kernels only with implementation="native", by name, or after tuning. Gradients and bfloat16 run on them by
-    default. implementation="xla" never does this.
+    these two only with implementation="native", by name, or after tuning. Gradients and bfloat16 run on them by
+    default. The kernels for few input or output channels ("stem") do so up to 3 columns away, in every type.
+    implementation="xla" never does this.
 
     Differentiable in x, w, b and residual to any order, in forward and reverse mode. Letters are named as in CUTLASS
     (github.com/NVIDIA/cutlass, "implicit GEMM convolution"): images N H W C, filters K R S, outputs N P Q K.
