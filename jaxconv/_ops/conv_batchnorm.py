@@ -111,8 +111,8 @@ def conv_batchnorm(
         scale, bias, mean, var = (jnp.full(32, v) for v in (1.0, 0.0, 0.0, 1.0))
         y, mean, var = jaxconv.conv_batchnorm(x, w, scale, bias, mean, var, training=True, activation="relu")
 
-    In training the convolution's kernel also computes the statistics of z, if it can (algorithms "sm90" and "grouped" on
-    Hopper; on a CPU only if native code is asked for). z, rounded to x's dtype, is then written once and read once.
+    In training the convolution's kernel also computes the statistics of z, if it can (algorithms "sm90" and "grouped"
+    on Hopper; on a CPU only if native code is asked for). z, rounded to x's dtype, is then written once and read once.
     Elsewhere the function is the two calls above. `explain` says which, and why. The gradient is that of the two calls,
     and z is kept for it.
 
