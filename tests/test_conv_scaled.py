@@ -570,6 +570,20 @@ def test_an_empty_batch_and_no_channels():
     equal(np.asarray(y), np.broadcast_to(b, (1, 5, 5, 16)))
 
 
+@pytest.mark.parametrize("scaled", (dict(scale=0.1), dict(scale=0.1, out_scale=2.0), {}), ids=str)
+@pytest.mark.parametrize("dtype", ("int8", "uint8", "float8_e4m3fn"))
+def test_a_filter_that_reaches_further_than_x(dtype, scaled):
+    """Nothing is computed, whether the platform is known or not."""
+    for window in (dict(stride=2), dict(dilation=3)):
+        x, w = jnp.ones((2, 2, 16), dtype), jnp.ones((3, 16, 16), dtype)
+
+        def f(x, w, window=window):
+            return jaxconv.conv1d(x, w, padding=[(0, 0)], **window, **scaled)
+
+        for y in (f(x, w), jax.jit(f)(x, w), jax.eval_shape(f, x, w), jax.vmap(f)(x[None], w[None])[0]):
+            assert y.shape == (2, 0, 16)
+
+
 def test_types_of_results():
     x, w, scale = np.zeros((1, 4, 4, 16), np.int8), np.zeros((1, 1, 16, 16), np.int8), np.ones(16, np.float32)
     assert jaxconv.conv2d(x, w).dtype == np.int32

@@ -202,6 +202,12 @@ EDGES = {
         lambda v: of_conv("depthwise/mma", depthwise(c=8, **planes(v))), 2**15 - 1, "41 filter rows"
     ),
     "depthwise/conv1d taps": Edge(lambda v: of_conv("depthwise/conv1d", depthwise((64,), filter=v)), 4, "2 to 4 taps"),
+    # A thread for every place that the dilation steps over
+    "depthwise/conv1d lines": Edge(
+        lambda v: of_conv("depthwise/conv1d", depthwise((1, 2), c=2**14, filter=(1, 3), dilation=2**20 - 18, batch=v)),
+        2**8 - 1,
+        "2^39 vectors",
+    ),
     "depthwise/conv1d dilation": Edge(
         lambda v: of_conv("depthwise/conv1d", depthwise((2**27,), filter=2, dilation=v)),
         2**26 - 1,
@@ -919,6 +925,15 @@ def test_hoppers_depthwise_kernels_run_on_nothing_else(kernel):
     assert of_conv(kernel, p) is None
     for capability in (None, (8, 0), (8, 9), (10, 0), (12, 0)):
         assert "9.0" in (of_conv(kernel, p, device=dataclasses.replace(H200, compute_capability=capability)) or "")
+
+
+def test_partial_sums_of_more_bytes_than_a_number_has_are_the_largest_number():
+    """2^64 bytes, of a plan that somebody made by hand: no workspace is as large."""
+    p = conv((1, 1), 2**16, 2**16, 1)
+    for kernel, of in (("direct", p), ("depthwise/fma", depthwise((1, 1), c=2**16, k=2**32 - 2**16, filter=1))):
+        plan = Plan("native", "", kernel, splits=2**50)
+        assert domain.conv_workspace("conv_wgrad", plan, of) == 2**63 - 1
+    assert domain.conv_workspace("conv_wgrad", Plan("native", "", "direct", splits=4), p) == 4 * 2**32 * 4
 
 
 def test_what_a_depthwise_filter_needs_of_channels_and_padding():

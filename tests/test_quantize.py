@@ -243,6 +243,33 @@ def test_what_is_never_negative_is_unsigned():
     assert all(layer.dtype != "uint8" for layer in frozen("float8_e4m3fn").quantization)
 
 
+def test_what_a_relu_is_returned_with_is_signed():
+    """Of a function with its own derivative each result has its own sign."""
+
+    @jax.custom_jvp
+    def both(x):
+        return jax.nn.relu(x), x - 0.0
+
+    both.defjvp(lambda primals, tangents: (both(*primals), both(*tangents)))
+    rng = np.random.default_rng(0)
+    filters = [rng.standard_normal((3, 3, 16, 16), np.float32) / 12 for _ in range(3)]
+    filters[0] = np.abs(filters[0])
+
+    def f(filters, x):
+        def conv(x, w):
+            return jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+        for w in filters[:-1]:
+            x = both(conv(x, w))[1]
+        return conv(x, filters[-1])
+
+    x = np.abs(rng.standard_normal((2, 8, 8, 16), np.float32))
+    predict = jaxconv.freeze(f, filters, quantize="int8", calibrate=[x])
+    assert [layer.dtype for layer in predict.quantization if layer.dtype == "uint8"] == []
+    wide = f(filters, -x)
+    assert np.abs(predict(-x) - wide).max() < 0.1 * np.abs(wide).max()
+
+
 def test_what_is_positive_by_chance_is_signed():
     """On the batches alone: other images may have negative numbers there."""
     weights = [np.abs(w) for w in _chain_weights()]

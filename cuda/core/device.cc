@@ -66,8 +66,9 @@ struct Kernel {
 // Asks the driver about a kernel, and tells it what `tell` has and was not told yet. That takes microseconds, which a
 // launch outside of a graph would spend each time.
 Status AskKernel(const void* kernel, const std::string& what, unsigned tell, Kernel* facts) {
-  static std::shared_mutex mutex;
-  static std::map<std::pair<const void*, int>, Kernel> all;
+  // Never destroyed: a thread may still launch while the process ends.
+  static auto& mutex = *new std::shared_mutex;
+  static auto& all = *new std::map<std::pair<const void*, int>, Kernel>;
   int ordinal = 0;
   JAXCONV_RETURN_IF_ERROR(CudaStatus(cudaGetDevice(&ordinal), what));
   const std::pair<const void*, int> key(kernel, ordinal);

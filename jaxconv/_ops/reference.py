@@ -132,12 +132,16 @@ def conv_by_products(
     *filter, group_c, k = w.shape
     sizes = zip(extents, filter, window_strides, rhs_dilation, strict=True)
     out = [(size - (f - 1) * d - 1) // s + 1 for size, f, s, d in sizes]
+    out = [max(o, 0) if is_number(o) else o for o in out]
+    nothing = any(is_number(o) and o == 0 for o in out)  # a filter that reaches further than x
     windows = []
-    for tap in itertools.product(*map(range, filter)):
+    for tap in itertools.product(*map(range, filter)) if not nothing else ():
         first = [t * d for t, d in zip(tap, rhs_dilation, strict=True)]
         last = [t + (o - 1) * s + 1 for t, o, s in zip(first, out, window_strides, strict=True)]
         windows.append(lax.slice(x, (0, *first, 0), (n, *last, c), (1, *window_strides, 1)))
-    if narrow:
+    if nothing:
+        y = jnp.zeros((n // b, *out, k), dtype)
+    elif narrow:
         rows = jnp.concatenate(windows, -1).reshape(-1, len(windows) * c)
         y = _product_of_integers(rows, w.reshape(-1, k)).reshape(n, *out, k).astype(dtype)
     else:

@@ -69,9 +69,11 @@ _HARD_SIGMOIDS: tuple[Callable[[Any], Any], ...] = (
 
 
 def _written_out() -> Iterator[tuple[str, float | None, Callable[..., Any]]]:
-    """The same without jax.nn. Where something else uses z too they are left: it may be part of a larger function."""
+    """The same without jax.nn. Where something else uses z too they are left: it may be part of a larger function.
+
+    where(z > 0, z, 0) is none: it makes 0 of NaN, and a relu keeps it.
+    """
     yield "relu", 0.0, lambda z: jnp.maximum(z, 0)
-    yield "relu", 0.0, lambda z: jnp.where(z > 0, z, 0)
     yield "relu6", 0.0, lambda z: jnp.clip(z, 0, 6)
     yield "relu6", 0.0, lambda z: jnp.maximum(jnp.minimum(z, 6), 0)
     yield "relu6", 0.0, lambda z: lax.clamp(jnp.zeros((), z.dtype), z, jnp.full((), 6, z.dtype))

@@ -299,5 +299,5 @@ def _never_negative(v: Value, of: Callable[[Value], bool]) -> bool:
         return all(map(of, node.inputs[1:]))
     if name == "custom_jvp_call":
         inner = Graph(node.params["call_jaxpr"], body_of_call)
-        return never_negative(inner.outputs[0], dict(zip(inner.inputs, map(of, node.inputs), strict=True)))
+        return never_negative(inner.outputs[v.index], dict(zip(inner.inputs, map(of, node.inputs), strict=True)))
     return name in _KEPT and all(map(of, node.inputs))

@@ -3,8 +3,10 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <limits>
 #include <string>
 
+#include "common/checked.h"
 #include "common/problem.h"
 #include "cuda/domain.h"
 
@@ -25,9 +27,12 @@ inline bool WholeVectors(const ConvProblem& p, int64_t elements) {
 
 inline int64_t FilterCount(const ConvProblem& p) { return p.k * p.group_c() * p.filter_size(); }
 
-// Partial sums of dw in float32, where the reduction is cut into several parts.
+// Partial sums of dw in float32, where the reduction is cut into several parts; the largest number where they are more bytes
+// than that.
 inline int64_t PartialsBytes(const ConvProblem& p, int64_t splits) {
-  return splits > 1 ? splits * FilterCount(p) * 4 : 0;
+  constexpr int64_t kMost = std::numeric_limits<int64_t>::max();
+  const Checked bytes = Checked(splits) * FilterCount(p) * 4;
+  return splits <= 1 ? 0 : bytes.Within(0, kMost) ? bytes.value() : kMost;
 }
 
 // Whether the first axis of three is left alone, so that its planes are images.

@@ -76,7 +76,16 @@ inline int Conv1dAxis(const ConvProblem& p) {
 }
 
 inline std::string RefuseConv1d(const ConvProblem& p) {
-  const bool fits = p.channels_last && p.k == p.c && WholeVectors(p, p.c) && Conv1dAxis(p) >= 0;
+  const int axis = Conv1dAxis(p);
+  const bool fits = p.channels_last && p.k == p.c && WholeVectors(p, p.c) && axis >= 0;
+  // A thread has 16 bytes of each place that the dilation steps over, and of each 16 places of a line.
+  if (fits) {
+    const double lines =
+        double(p.n) * double(p.in_size()) / double(std::max<int64_t>(p.in[axis], 1));
+    const double places = double(p.dilation[axis]) + double(std::max(p.in[axis], p.out[axis])) + 16;
+    if (lines * places * double(p.c * int64_t(SizeOf(p.dtype)) / 16) >= double(int64_t(1) << 39))
+      return "it needs fewer than 2^39 vectors of lines times the dilation and a line's places";
+  }
   return fits ? ""
               : "it needs channels-last arrays with K = C of whole 16 bytes, stride 1, and 2 to 4 "
                 "taps along one axis with a "

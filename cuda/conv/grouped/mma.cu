@@ -20,6 +20,7 @@
 // registers while its block walks over a split's tiles; the blocks between different groups are
 // dropped at the end.
 #include <algorithm>
+#include <limits>
 
 #include "cuda/conv/common/kernel.cuh"
 #include "cuda/conv/common/matrix.cuh"
@@ -36,6 +37,7 @@ constexpr int kWarps = kThreads / 32;
 constexpr int kMaxTaps = grouped::kMostTaps * grouped::kMostTaps;
 constexpr int kMaxPhases = 4;
 constexpr int64_t kBudget = 72 * 1024;  // of shared memory: three blocks an SM
+constexpr int64_t kMostSlots = int64_t(1) << 24;
 
 struct Array {
   int images, h, w, channels;
@@ -491,18 +493,25 @@ int PlaneOf(int pixels, int octets) {
   return (pixels + 7 - want) / 8 * 8 + want;
 }
 
-// Bytes of source and output slots for (images, rows, cols).
+// Bytes of source and output slots for (images, rows, cols); the largest number where the tile is so large that an int does
+// not hold its pixels.
 int64_t SetPixels(Geometry& g, int span_h, int span_w, int images, int rows, int cols, int copies) {
+  const int64_t src_rows = int64_t(rows - 1) * g.in_stride[0] + span_h;
+  const int64_t src_cols = int64_t(cols - 1) * g.in_stride[1] + span_w;
+  const int64_t dst_rows = int64_t(rows) * g.out_stride[0];
+  const int64_t dst_cols = int64_t(cols) * g.out_stride[1];
+  if (std::max(images * src_rows * src_cols, images * dst_rows * dst_cols) > kMostSlots)
+    return std::numeric_limits<int64_t>::max();
   g.images = images;
   g.rows = rows;
   g.cols = cols;
   g.pixels = images * rows * cols;
-  g.src_rows = (rows - 1) * g.in_stride[0] + span_h;
-  g.src_cols = (cols - 1) * g.in_stride[1] + span_w;
+  g.src_rows = int(src_rows);
+  g.src_cols = int(src_cols);
   g.src_pixels = images * g.src_rows * g.src_cols;
   g.src_plane = PlaneOf(g.src_pixels, g.src_octets);
-  g.dst_rows = rows * g.out_stride[0];
-  g.dst_cols = cols * g.out_stride[1];
+  g.dst_rows = int(dst_rows);
+  g.dst_cols = int(dst_cols);
   g.dst_pixels = images * g.dst_rows * g.dst_cols;
   g.dst_plane = PlaneOf(int(CeilDiv(g.dst_pixels, 16)) * 16, g.dst_octets);
   return (int64_t(g.src_plane) * g.src_octets + int64_t(g.dst_plane) * g.dst_octets * copies) * 16;
@@ -518,7 +527,8 @@ void ChoosePixels(Geometry& g, int64_t budget, int copies) {
   int cols = int(CeilDiv(w, CeilDiv(w, 64)));
   while (cols > 16 && !fits(1, std::min(h, 4), cols)) cols = (cols + 1) / 2;
   while (cols > 4 && !fits(1, 1, cols)) cols = (cols + 1) / 2;
-  int parts = 1;
+  // No tile of more pixels fits: each has a slot of 16 bytes.
+  int parts = int(CeilDiv(h, std::max<int64_t>(budget / 16 / cols, 1)));
   while (parts < h && !fits(1, int(CeilDiv(h, parts)), cols)) ++parts;
   const int rows = int(CeilDiv(h, parts));
   int images = 1;

@@ -24,7 +24,9 @@ inline bool ToWide(ConvOp op, const ConvProblem& p) {
   return op == (FewInputs(p) ? ConvOp::kFprop : ConvOp::kDgrad);
 }
 
-inline bool Empty(const ConvProblem& p) { return p.n * p.in_size() * p.out_size() == 0; }
+inline bool Empty(const ConvProblem& p) {
+  return p.n == 0 || p.in_size() == 0 || p.out_size() == 0;
+}
 
 // What all kernels ask for.
 inline std::string RefuseProblem(const ConvProblem& p, const Device& device) {

@@ -292,7 +292,7 @@ __device__ __forceinline__ void LoadWide(uint32_t shared, const T* __restrict__ 
   for (int pixel = threadIdx.x / kParts; pixel < g.pixels; pixel += kThreads / kParts) {
     const int row = int(g.by_cols.Div(pixel)), col = pixel - row * g.cols;
     const bool inside = any && o.h + row < g.wide[0] && o.w + col < g.wide[1];
-    const T* from = base + int64_t(row * g.wide[1] + col) * g.wide_channels + channel;
+    const T* from = base + (int64_t(row) * g.wide[1] + col) * g.wide_channels + channel;
     CopyAsync<16>(shared + WideSlot<T>(pixel, part), inside ? from : wide, inside ? 16 : 0);
   }
 }
