@@ -138,7 +138,8 @@ foreign: $(VENV)/test.stamp
 # Models that nobody here wrote. FLAX names a checkout of Flax, whose package has no examples; else one is made.
 FLAX ?= build/flax
 LIBRARY_TESTS := tests/test_accelerate_libraries.py tests/test_accelerate_integers.py tests/test_flax_examples.py \
-	tests/test_enable_programs.py tests/test_guide.py tests/test_freeze.py
+	tests/test_enable_programs.py tests/test_guide.py tests/test_freeze.py tests/test_freeze_training.py \
+	tests/test_freeze_numbers.py
 libraries: export JAXCONV_FLAX := $(FLAX)
 libraries: export KERAS_BACKEND := jax
 libraries: export JAXCONV_TESTS := $(if $(filter yes,$(GPU)),,quick)

@@ -24,7 +24,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jaxconv
 from jaxconv._core import primitives
-from jaxconv.accelerate import accelerate
+from jaxconv.accelerate import accelerate, rewrite
 from jaxconv.joints import rules
 
 NHWC = ("NHWC", "HWIO", "NHWC")
@@ -1306,6 +1306,20 @@ def test_a_residual_that_needs_the_statistics_stays_outside():
         return jax.nn.relu((x - mean) * lax.rsqrt(var + 1e-5) * scale + bias + x * mean)
 
     check(f, array(0, (4, 3, 3, 8)), SCALE, BIAS, batchnorm_train=1)
+
+
+def test_an_unbiased_variance_of_many_elements_is_no_batchnorm(monkeypatch):
+    """One less than 524,288 elements is the count within the rounding of a reciprocal, not of the count."""
+    monkeypatch.setattr(rewrite, "as_written_on_cpu", lambda: False)  # as on a GPU
+    x = array(0, (2, 64, 64, 64, 2))
+
+    def f(x, ddof):
+        mean, var = x.mean((0, 1, 2, 3)), x.var((0, 1, 2, 3), ddof=ddof)
+        return (x - mean) * lax.rsqrt(var + 1e-5)
+
+    for ddof, statistics in ((1, "given statistics"), (0, "training")):
+        (found,) = accelerate(functools.partial(f, ddof=ddof)).report(x)
+        assert found.fused == f"batchnorm ({statistics})"
 
 
 def test_two_batchnorms_added_are_two_calls():

@@ -842,6 +842,7 @@ def test_a_filter_may_be_standardised(in_loop):
     def f(w, x):
         return lax.scan(lambda x, w: (once(x, w), None), x, w)[0] if in_loop else once(x, w)
 
+    @jax.named_scope("batch_norm")
     def trained(w, x):
         return lax.scan(lambda x, w: (once(w, x), None), x, w)[0]  # what is standardised is carried
 

@@ -710,6 +710,22 @@ BAD = {
         dict(quantize="int8", calibrate=[X, (X, X)]),
         r"batch 1 differs from the first one: \[0\] is float32\[N, 8, 8, 3\], expected nothing there",
     ),
+    "another kind of number": (
+        dict(quantize="int8", calibrate=[(X, 1), (X, 1.0)]),
+        r"batch 1 differs from the first one: \[1\] is a Python float, expected a Python int",
+    ),
+    "another static value": (
+        dict(quantize="int8", calibrate=[(X, True), (X, False)]),
+        r"batch 1 differs from the first one: \[1\] is False, expected True",
+    ),
+    "a number that is NaN": (
+        dict(quantize="int8", calibrate=[(X, 1.0), (X, float("nan"))]),
+        r"calibration batch 1 \[1\] has NaN or infinity, expected finite numbers",
+    ),
+    "a number that does not fit": (
+        dict(quantize="int8", calibrate=[(X, 2**40)]),
+        r"freeze: the function does not take the calibration batches \(.*, 1099511627776\): .*too large",
+    ),
     "no numbers": (
         dict(quantize="int8", calibrate=[jax.ShapeDtypeStruct(X.shape, X.dtype)]),
         "calibration batch 0 is a ShapeDtypeStruct, expected an array with numbers",
@@ -878,3 +894,31 @@ def test_pixels_of_zeros_and_channels_of_zeros():
     weights[1][..., :3] = 0
     q = jaxconv.freeze(_chain, weights, quantize="int8", calibrate=[0 * X])
     assert not np.asarray(q(X)).any()
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+def test_batches_differ_in_python_numbers(dtype):
+    """A time among the inputs, as a denoiser has one: the scales hold for those of all batches, in one program."""
+
+    def f(weights: Any, x: Any, t: Any, *, strength: Any = 1.0, chained: bool = True) -> Any:
+        return strength * _chain(weights, x * jnp.cos(t / 1000)) if chained else x
+
+    weights, traced = _chain_weights(), []
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        traced.append(1)
+        return f(*args, **kwargs)
+
+    q = jaxconv.freeze(counted, weights, quantize=dtype, calibrate=[(X, 1), (images(4), 500), (images(5), 999)])
+    assert len(traced) == 1 and len(q.quantization.narrow) == 1
+    arrays = [(x * jnp.cos(t / 1000),) for x, t in ((X, 1), (images(4), 500), (images(5), 999))]
+    expected = jaxconv.freeze(_chain, weights, quantize=dtype, calibrate=arrays)
+    np.testing.assert_allclose(
+        [s.step for s in q.quantization.scales], [s.step for s in expected.quantization.scales], rtol=1e-5
+    )
+    for t in (0, 250, 750):
+        np.testing.assert_allclose(q(X, t), expected(X * jnp.cos(t / 1000)), rtol=0.05, atol=0.05)
+    assert len(q._function.programs) == 1
+    np.testing.assert_array_equal(q.replace(weights)(X, 3), q(X, 3))
+    np.testing.assert_allclose(q(X, 3, strength=2.0), 2 * q(X, 3), rtol=1e-5)
+    assert q(X, 3, strength=0.5).shape == q(X, 3, strength=4.0).shape and len(q._function.programs) == 2

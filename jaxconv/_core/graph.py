@@ -367,11 +367,15 @@ def number_of(v: Value) -> float | None:
     return float(fold[v.made_by](*operands)) if v.made_by in fold else None
 
 
+AS_FLOAT32 = 1e-7  # relative: a count itself is exact in float32 up to 2^24, and rounded beyond
+
+
 def is_count(number: float, extents: Iterable[int], tolerance: float = 2e-6) -> bool:
     """Whether a number read off the program is that of an array's elements with these extents.
 
-    `tolerance`: a reciprocal is rounded, to float32 if nothing else is said. A symbolic extent is no number: where one
-    is among them, the number is not theirs.
+    `tolerance`: a reciprocal is rounded, to float32 if nothing else is said. Of more than 500,000 elements one less, as
+    an unbiased variance has, is within that: where the count itself is divided by, it is AS_FLOAT32. A symbolic extent
+    is no number: where one is among them, the number is not theirs.
     """
     size = math.prod(extents)
     return _problem.is_number(size) and abs(number - size) <= tolerance * size

@@ -18,6 +18,7 @@ import numpy as np
 from jaxconv import _problem
 from jaxconv._core.activations import Activation
 from jaxconv._core.graph import (
+    AS_FLOAT32,
     Array,
     Node,
     Value,
@@ -142,6 +143,7 @@ def _means(v: Value, symbolic: bool = False) -> Iterator[tuple[Value, int | None
     """
     steps: list[Node] = []
     count: Any = 1.0
+    tolerance = AS_FLOAT32
     extents: Any = 1  # what symbolic extents it is divided by as well
     v = bare(v)
     while v.node is not None:
@@ -154,16 +156,17 @@ def _means(v: Value, symbolic: bool = False) -> Iterator[tuple[Value, int | None
             v = bare(v.node.inputs[0])
         elif v.made_by == "mul" and (numbers[0] or numbers[1]):
             count /= numbers[1] or numbers[0]
+            tolerance = 2e-6  # reciprocals, each rounded to float32: half an ulp of it
             v = bare(v.node.inputs[0 if numbers[1] else 1])
         elif v.made_by == "reduce_sum" or _sums_an_axis(v.node):
             steps.append(v.node)
             v = v.node.inputs[0]
             axes = _kept(v.shape, steps[::-1])
             summed = [v.shape[a] for a in range(len(v.shape)) if axes is not None and a not in axes]
-            # There may be a reciprocal, rounded to float32, for each stage: half an ulp of it.
-            same = (
-                is_count(count, summed) if _problem.is_number(extents) else math.prod(summed) == round(count) * extents
-            )
+            if _problem.is_number(extents):
+                same = is_count(count, summed, tolerance)
+            else:
+                same = math.prod(summed) == round(count) * extents
             if axes is not None and len(axes) == 1 and same:
                 yield v, axes[0]
             v = bare(v)
@@ -172,7 +175,7 @@ def _means(v: Value, symbolic: bool = False) -> Iterator[tuple[Value, int | None
 
 
 def over_batch(n: Normalised) -> bool:
-    """Whether it is by x's own mean over images and pixels: training's statistics.
+    """Whether it is by x's own mean over axis 0 and all others but one: where that is the batch, training's statistics.
 
     The sum says so, not the shapes: of one image, statistics of an image and of the batch are the same numbers.
     """

@@ -57,6 +57,7 @@ from jaxconv.joints import region
 
 CPU = _plan.Device("cpu")
 NORMS = ("batchnorm", "groupnorm", "layernorm")
+OVER_AXIS_0 = "it normalises by statistics over axis 0 of its input, computed in each call"
 
 
 def as_written_on_cpu() -> bool:
@@ -106,7 +107,7 @@ class Rewriting:
         self._layers: dict[Value, Dense] = {}  # of the values that dense layers give, each a call of its own
         self._left: dict[Node, Finding] = {}  # what a later call may still take in
         self._given_data = [True] * len(self.graph.inputs) if data is None else data
-        self.over_batch: list[str] = []  # where data are normalised by statistics of all images
+        self.over_batch: list[str] = []  # the name scopes where data are normalised by statistics over axis 0
         self._find()
         for eqn in (one for outer in closed.jaxpr.eqns for one in equations_of(outer)) if not of_cpu else ():
             self.differs |= eqn.primitive.name == REGION and eqn.params["program"].on_cpu is not None
@@ -120,16 +121,6 @@ class Rewriting:
         for node in self.graph.nodes:
             if not found.isdisjoint(node.inputs):
                 found.update(node.outputs)
-        return found
-
-    def _data_inside(self, node: Node, count: int) -> list[bool] | None:
-        """Of the operands of a function that the node calls or repeats, as `data`."""
-        if len(node.inputs) != count or node.name in ("while", "cond"):
-            return None
-        found = [v in self._data for v in node.inputs]
-        if node.name == "scan":  # what is carried becomes data
-            consts, carry = compat.scan_counts(node.params)
-            found[consts : consts + carry] = [True] * carry
         return found
 
     # ---- what is replaced
@@ -164,10 +155,12 @@ class Rewriting:
                 continue
             if node in found:
                 n = found[node]
+                also = ""
                 if over_batch(n) and n.x in self._data:  # no weights: a filter may be standardised
-                    self.over_batch.append(str(node.name_stack))
+                    self.over_batch.append(self._scopes(node).strip("/"))
+                    also = OVER_AXIS_0 if self._folding.once else ""
                 candidates = functools.partial(find_batchnorm, n, self._activations, linear_before, self._folding)
-                self._try("batchnorm", node, n.x.shape, candidates)
+                self._try("batchnorm", node, n.x.shape, candidates, also)
             elif node in groups:
                 g = groups[node]
                 self._try(g.what, node, g.x.shape, lambda g=g: find_groupnorm(g, self._activations))
@@ -249,7 +242,10 @@ class Rewriting:
     def _scopes(self, node: Node) -> str:
         return f"{self._around}/{node.name_stack}"
 
-    def _try(self, what: str, node: Node, x: tuple[int, ...], candidates: Callable[[], Iterator[Fused]]) -> None:
+    def _try(
+        self, what: str, node: Node, x: tuple[int, ...], candidates: Callable[[], Iterator[Fused]], also: str = ""
+    ) -> None:
+        """`also`: what is to be said of it besides."""
         if what in ("batchnorm", "groupnorm", "layernorm", "max_pool", "upsampling", "squeeze_excite"):
             shapes = f"{node.outputs[0].dtype}{list(x)}"
         else:
@@ -272,13 +268,14 @@ class Rewriting:
                 self._maker.update(dict.fromkeys(fused.outputs, made))
                 if fused.layer in self._left:
                     self._report.remove(self._left.pop(fused.layer))
-                why = GRADIENTS.get(fused.parts[0], fused.why)
+                why = "; ".join(filter(None, (GRADIENTS.get(fused.parts[0], fused.why), also)))
                 self._report.append(Finding(what, shapes, " + ".join(fused.parts), why, where))
                 self._name_what_stays_behind(fused.outputs[0], what)
                 return
         except Refusal as refusal:
             why = str(refusal)
-        self._left[node] = Finding(what, shapes, "", _in_gradient(what, node, self._scopes(node), why), where)
+        why = "; ".join(filter(None, (_in_gradient(what, node, self._scopes(node), why), also)))
+        self._left[node] = Finding(what, shapes, "", why, where)
         self._report.append(self._left[node])
 
     def _name_what_stays_behind(self, y: Value, what: str) -> None:
@@ -316,21 +313,23 @@ class Rewriting:
         for name in names:
             inside = node.params[name]
             if isinstance(inside, tuple):
-                new = tuple(self._rewritten(one, node) for one in inside)
+                new = tuple(self._rewritten(one, node, name) for one in inside)
                 same = all(a is b for a, b in zip(new, inside, strict=True))
             else:
-                new = self._rewritten(inside, node)
+                new = self._rewritten(inside, node, name)
                 same = new is inside
             if not same:
                 changed[name] = new
         if changed:
             self._inner[node] = changed
 
-    def _rewritten(self, inside: ClosedJaxpr | Jaxpr, around: Node) -> ClosedJaxpr | Jaxpr:
+    def _rewritten(self, inside: ClosedJaxpr | Jaxpr, around: Node, name: str) -> ClosedJaxpr | Jaxpr:
+        """`name`: the parameter of `around` that holds it."""
         closed = inside if isinstance(inside, ClosedJaxpr) else ClosedJaxpr(inside, ())
         findings = Report()
         around_it, once = self._scopes(around), self._folding.once
-        data = self._data_inside(around, len(closed.in_avals))
+        operands = [v in self._data for v in around.inputs]
+        data = data_inside(around.eqn, operands, len(closed.in_avals), name == "cond_jaxpr")
         rewriting = Rewriting(closed, findings, self._activations, around_it, once, self._of_cpu, data)
         self.over_batch += rewriting.over_batch
         self.differs |= rewriting.differs
@@ -479,6 +478,25 @@ INSIDE = {
     "custom_jvp_call": ("call_jaxpr",),
     "custom_vjp_call": ("call_jaxpr",),
 }
+
+
+def data_inside(eqn: JaxprEqn, operands: Sequence[bool], count: int, is_condition: bool = False) -> list[bool] | None:
+    """Which of the `count` arguments of a function that the equation calls or repeats are data; None: nobody knows.
+
+    `operands`: which of the equation's are. `is_condition`: whether the function is a while's condition.
+    """
+    found, name = list(operands), eqn.primitive.name
+    if name == "cond":  # the first one says which branch
+        found = found[1:]
+    elif name == "while":
+        # Constants of the condition, those of the body, and what is carried, which becomes data.
+        carry = len(eqn.outvars)
+        consts, own = len(found) - carry, count - carry
+        found = [*(found[:own] if is_condition else found[consts - own : consts]), *[True] * carry]
+    elif name == "scan":  # what is carried becomes data
+        consts, carry = compat.scan_counts(eqn.params)
+        found[consts : consts + carry] = [True] * carry
+    return found if len(found) == count else None
 
 
 def _hidden(node: Node) -> Iterator[JaxprEqn]:

@@ -18,7 +18,7 @@ import jax
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
 from jaxconv import quantize
-from jaxconv._core import compat, primitives, sharding
+from jaxconv._core import compat, sharding
 from jaxconv._core.graph import Array, Value
 from jaxconv._core.types import R
 from jaxconv._tools import cost
@@ -27,7 +27,9 @@ from jaxconv.accelerate import Report, Results, Traced, check, trace, untouched
 from jaxconv.accelerate.report import LISTENER, heard_from_now_on, unheard
 from jaxconv.accelerate.state import Arguments, is_array, is_graph_node, nnx_updates, with_own_objects
 from jaxconv.freeze.split import Split
+from jaxconv.freeze.training import evidence, says_batchnorm
 from jaxconv.quantize import Quantization, QuantizedDType, check_options, checked
+from jaxconv.quantize.calibrate import is_number
 
 __all__ = ["Frozen", "Quantization", "freeze"]
 
@@ -64,6 +66,9 @@ def freeze(
     bound arrays alone, and is evaluated at the first call. The rest is jitted, with the first part's results as
     arguments. Operations that only repeat smaller arrays (a bias over all pixels) stay in the rest.
 
+    Of a call's arguments, arrays and Python numbers are traced, as by `jax.jit`; everything else (a bool, a str, an
+    enum's member) is static: a new value compiles another program. Bind a number that decides a shape.
+
     Args:
       f: a pure function, or a callable object that holds its arrays: a flax.nnx module, a pytree.
       args, kwargs: the weights: f's first arguments, and arguments by name, with arrays anywhere in them. Everything
@@ -87,12 +92,13 @@ def freeze(
       TypeError: if f is no function, a generator or a coroutine, or a bound argument is a jax.ShapeDtypeStruct. When
         called, if an argument is an nnx object, or neither an array nor hashable, or if a result holds arrays and is no
         pytree.
-      ValueError: when called, if f is not an inference: it changes a bound object (running statistics, a counter),
-        normalises by the statistics of its batch (a batch-norm in training mode), draws random numbers from a bound key
-        or from a key that it makes (dropout; a key among the inputs is fine), or has effects other than jax.debug's.
-        With `quantize` this is raised at once. It is also raised for an unknown type, for no batches, for a batch that
-        differs from the first one in more than its first extent, for arrays without elements, for NaN and infinity in
-        batches or weights, and for a name in `wide` that no layer has.
+      OverflowError: when called, if an int does not fit into JAX's integers.
+      ValueError: when called, if f is not an inference: it changes a bound object (running statistics, a counter), has
+        a batch-norm in training mode, draws random numbers from a bound key or from a key that it makes (dropout; a key
+        among the inputs is fine), or has effects other than jax.debug's. With `quantize` this is raised at once. It is
+        also raised for an unknown type, for no batches, for a batch that differs from the first one in more than first
+        extents and Python numbers, for arrays without elements, for NaN and infinity in batches or weights, and for a
+        name in `wide` that no layer has.
 
     A quantised layer is `jaxconv.conv2d` or `jaxconv.dense` of 8-bit x and w. A filter has a scale per output channel.
     An array between layers has one scale, with the least mean squared error on the calibration batches. With "int8" an
@@ -103,6 +109,10 @@ def freeze(
 
     Layers are recognised as by `accelerate`. A batch-norm is folded into the (transposed) convolution or dense layer
     whose result it normalises, if nothing else reads that result. 16-bit filters are rounded once, after folding.
+
+    A batch-norm in training mode is `jaxconv.batchnorm` with training=True, a norm over axis 0 in a name scope such as
+    "BatchNorm_0" or "bn1", or one whose mean goes into a running average. Other norms over axis 0 (an instance-norm of
+    one volume) are inference, and the report names them.
     """
     check(f, "freeze")
     check_options(quantize, calibrate, wide)
@@ -302,8 +312,12 @@ class Frozen(Generic[R]):
     def _program(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[_Program, list[Array]]:
         """The program for such inputs, and their arrays."""
         leaves, tree = jax.tree.flatten((inputs, kwargs), is_leaf=is_graph_node)
-        arrays = [leaf for leaf in leaves if is_array(leaf)]
-        kinds = tuple(jax.typeof(leaf) if is_array(leaf) else (type(leaf), leaf) for leaf in leaves)
+        traced = [is_array(leaf) or is_number(leaf) for leaf in leaves]
+        arrays = [leaf for leaf, is_traced in zip(leaves, traced, strict=True) if is_traced]
+        kinds = tuple(
+            jax.typeof(leaf) if is_traced else (type(leaf), leaf)
+            for leaf, is_traced in zip(leaves, traced, strict=True)
+        )
         function = self._function
         with unheard():  # whether somebody listens is no other program
             key = tree, kinds, compat.trace_context()
@@ -326,6 +340,7 @@ class Frozen(Generic[R]):
         both = self._kwargs.keys() & kwargs.keys()
         if both:
             raise TypeError(f"freeze: {min(both)} is bound already: replace({min(both)}=...) gives it another value")
+        inputs, kwargs = jax.tree.map(_as_traced, (inputs, kwargs), is_leaf=is_graph_node)
         with nnx_updates():
             traced = trace(self._function.f, (*self._args, *inputs), {**self._kwargs, **kwargs}, "freeze")
             given = traced.arguments
@@ -335,7 +350,7 @@ class Frozen(Generic[R]):
         chosen = self._function.quantization
         jaxpr, report, over_batch = _rewritten(traced, bound, self._function.quantized)
         _refuse_effects(jaxpr)
-        _refuse_training(traced, over_batch)
+        _refuse_training(traced, bound, over_batch)
         if chosen is not None:
             names = [self._name(i) for i in range(len(self._bound))]
             jaxpr = quantize.rewritten(quantize.Program(jaxpr, bound, names), chosen)
@@ -389,6 +404,13 @@ class Frozen(Generic[R]):
         return self._arguments[program]
 
 
+def _as_traced(leaf: Any) -> Any:
+    """A number as what it is traced as."""
+    if not is_number(leaf):
+        return leaf
+    return jax.ShapeDtypeStruct((), jax.typeof(leaf).dtype, weak_type=True)
+
+
 def _finish(program: _Program, arrays: Sequence[Array]) -> Any:
     results = program.results
     return results.unflatten([*arrays, *[None] * (len(results.places) - len(arrays))])[0]
@@ -434,9 +456,14 @@ def _refuse_effects(jaxpr: ClosedJaxpr) -> None:
             raise ValueError(f"freeze: the function has an effect ({effect}), expected none but jax.debug's")
 
 
-def _refuse_training(traced: Traced, over_batch: Sequence[str]) -> None:
-    calls = [e for e in primitives.equations(traced.jaxpr.jaxpr) if e.primitive.name == "jaxconv_batchnorm_train"]
-    for place in [*over_batch, *(str(call.source_info.name_stack) for call in calls)]:
+def _refuse_training(traced: Traced, bound: Sequence[bool], over_batch: Sequence[str]) -> None:
+    """`over_batch`: the name scopes where data are normalised by statistics over axis 0, which may be no batch."""
+    found = evidence(traced.jaxpr.jaxpr, bound)
+    norms = [*over_batch, *found.by_accelerate]
+    places = [*found.calls, *filter(says_batchnorm, norms)]
+    if found.averages:
+        places += [place for place in norms if place in found.averages] or norms
+    for place in places:
         raise ValueError(
             f"freeze: batch-norm {place or 'without a name'} is in training mode: it normalises by the statistics of "
             "its batch. Pass train=False (use_running_average=True, or model.eval() of flax.nnx)"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -34,6 +35,15 @@ class Program:
 
 # ----------------------------------------------------------------------------------------------------------------------
 # What is asked for
+
+
+def is_number(leaf: Any) -> bool:
+    """Whether a leaf of a frozen function's inputs is a Python number, which is traced as jax.jit does it.
+
+    A bool or a member of an enum is none: it says which program is meant.
+    """
+    numbers = isinstance(leaf, (int, float, complex)) and not isinstance(leaf, np.generic)
+    return numbers and not isinstance(leaf, (bool, enum.Enum))
 
 
 def check_options(quantize: Any, calibrate: Any, wide: Any) -> None:
@@ -82,10 +92,12 @@ def checked(calibrate: Any) -> list[Any]:
     return batches
 
 
-def _types(batch: Any) -> dict[str, str]:
-    """The type of each leaf, without its first extent."""
+def _types(batch: Any, values: bool = False) -> dict[str, str]:
+    """The type of each leaf, without its first extent; with `values` a Python number itself."""
 
     def text(leaf: Any) -> str:
+        if is_number(leaf) and not values:
+            return f"a Python {type(leaf).__name__}"
         if not hasattr(leaf, "shape"):
             return repr(leaf)
         rest = "".join(f", {extent}" for extent in leaf.shape[1:])
@@ -98,7 +110,7 @@ def _check_numbers(i: int, name: str, leaf: Any) -> None:
     where = f"freeze: calibration batch {i}{' ' + name if name else ''}"
     if isinstance(leaf, (jax.core.Tracer, jax.ShapeDtypeStruct)):
         raise TypeError(f"{where} is a {type(leaf).__name__}, expected an array with numbers")
-    if isinstance(leaf, (int, float, complex)):
+    if is_number(leaf):
         leaf = np.asarray(leaf)
     if not hasattr(leaf, "shape"):
         return
@@ -233,7 +245,7 @@ def _taken(program_of: Callable[[Any], tuple[Program, list[Array]]], batch: Any)
         text = str(error).strip().split("\n")[0]
         if text.startswith("freeze: "):
             raise
-        types = list(_types(batch).values())
+        types = list(_types(batch, values=True).values())
         most = 8  # a batch of lists has as many as it has numbers
         named = ", ".join(types[:most]) + f" and {len(types) - most} others" * (len(types) > most)
         raise ValueError(f"freeze: the function does not take the calibration batches ({named}): {text}") from error
