@@ -281,30 +281,6 @@ def test_on_a_cpu_depthwise_and_grouped_convolutions_are_native_in_every_type(dt
     )
 
 
-def test_on_a_cpu_groups_with_many_taps_along_one_axis_are_xlas():
-    """A wav2vec's convolution over positions: native code gathers few channels at a time."""
-    for taps, each, last, native in (
-        (32, 48, True, True),
-        (33, 48, True, False),
-        (128, 48, True, False),
-        (128, 48, False, True),
-        (64, 16, True, True),
-        (128, 16, True, False),
-        (128, 8, True, True),
-    ):
-        layout, c = "NWC" if last else "NCW", 16 * each
-        x = jax.ShapeDtypeStruct((1, 500, c) if last else (1, c, 500), "float32")
-        w = jax.ShapeDtypeStruct((taps, each, c) if last else (c, each, taps), "float32")
-        options = dict.fromkeys(("activation", "precision", "algorithm", "implementation"))
-        options |= dict(stride=1, padding="SAME", dilation=1, groups=16, return_preactivation=False, layout=layout)
-        p = ConvProblem.infer("conv1d", 1, x, w, None, **options)
-        made = plan("conv_fprop", p, DEVICES["cpu"])
-        assert (made.kernel == "im2col") == native, (taps, layout, made.reason)
-        assert native or "XLA's was 1.2 to 1.7 times as fast" in made.reason
-        for op in ("conv_dgrad", "conv_wgrad"):
-            assert plan(op, p, DEVICES["cpu"]).kernel == "im2col"
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_on_a_cpu_weight_gradients_are_native_where_the_product_was_faster(dtype):
     """Of large images, few taps and, in 16 bits, which are converted, few channels; of one tap and many pixels."""

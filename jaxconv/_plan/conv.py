@@ -161,9 +161,6 @@ class Conv(Planner):
         if p.groups > 1:
             if p.groups == 2 and not wgrad and p.dtype in ("bfloat16", "float16"):
                 return None, "with 2 groups in 16 bits XLA is as fast: native code converts to float32 and back"
-            if "grad" not in self.op and _gathers(p):
-                many = f"with more than {MANY_TAPS} taps along one axis"
-                return None, f"{many} XLA's was 1.2 to 1.7 times as fast on an EPYC"
             times = "a hundred times slower" if wgrad else "2 to 8 times slower"
             return "im2col", f"XLA's grouped convolutions are {times} on a CPU"
         if not wgrad:
@@ -225,18 +222,6 @@ def elementwise(p: ConvProblem) -> bool:
 def slow_activation(p: ConvProblem) -> str:
     """Why native code leaves an activation to XLA on a CPU, as a part of a sentence."""
     return f"XLA's {p.activation.name} is 3 to 20 times faster than native code's"
-
-
-# With more taps along one axis native code on a CPU gathers fewer than 8 channels of a group at a time
-# (cpu/conv_im2col.cc). Of 8 channels a group, or of short sums, it is faster all the same; so are all its dgrads.
-MANY_TAPS, FEW_GATHERED, SHORT_SUM = 32, 8, 1024
-
-
-def _gathers(p: ConvProblem) -> bool:
-    """Whether an fprop of groups on a CPU waits for what it gathers."""
-    taps, group_c = math.prod(p.filter), p.in_channels // p.groups
-    along_one = p.channels_last and max(p.filter) == taps > MANY_TAPS
-    return along_one and group_c > FEW_GATHERED and group_c * taps > SHORT_SUM
 
 
 # Of a weight gradient on a CPU without groups, the products that beat XLA's. Of a filter of one tap from so many
