@@ -46,10 +46,11 @@ struct Tiling {
 
   explicit Tiling(const ConvProblem& p) {
     constexpr int64_t kRows = 256;  // of columns in a tile, where the filter leaves a choice
-    // Channels of channels-last pixels that are turned at a time: a large filter has so many too, if a line of a tile's rows
-    // then fits. With fewer, 128 taps of 48 channels a group took 1.6 times as long (AMD EPYC).
-    constexpr int64_t kLanes = 8, kMostRows = 3072;
     constexpr int64_t kTileBytes = 192 * 1024;  // of columns, and of output rows
+    // Channels of channels-last pixels that are turned at a time. A large filter has so many too, if a
+    // cache line of each row then fits a tile. With fewer, 128 taps of 48 channels a group took 1.6
+    // times as long (AMD EPYC).
+    constexpr int64_t kLanes = 8, kMostRows = kTileBytes / int64_t{kCacheLine};
     constexpr int64_t kMaxPixels = 256;
     taps = p.filter_size();
     channels = std::max(kRows / taps, std::min(kLanes, kMostRows / taps));

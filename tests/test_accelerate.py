@@ -965,6 +965,18 @@ def test_what_is_no_layernorm_is_left(case):
     check(NO_LAYERNORM[case], array(0, (2, 4, 5, 8)))
 
 
+def test_an_unbiased_variance_of_long_rows_is_no_layernorm(monkeypatch):
+    """One less than 524,288 elements is the count within the rounding of a reciprocal, not of the count."""
+    monkeypatch.setattr(rewrite, "as_written_on_cpu", lambda: False)  # as on a GPU
+
+    def f(x, ddof):
+        return (x - x.mean(-1, keepdims=True)) * lax.rsqrt(x.var(-1, keepdims=True, ddof=ddof) + 1e-5)
+
+    for ddof, calls in ((1, 0), (0, 1)):
+        report = accelerate(functools.partial(f, ddof=ddof)).report(array(0, (2, 2**19)))
+        assert [found.what for found in report if found.fused].count("layernorm") == calls
+
+
 def test_a_layernorm_whose_gradient_is_taken_inside_is_left_and_the_report_says_so():
     def step(x, scale, bias):
         return jax.grad(lambda *a: (jax.nn.silu(rows_divided(*a)) ** 2).sum(), (0, 1, 2))(x, scale, bias)

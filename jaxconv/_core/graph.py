@@ -367,18 +367,26 @@ def number_of(v: Value) -> float | None:
     return float(fold[v.made_by](*operands)) if v.made_by in fold else None
 
 
-AS_FLOAT32 = 1e-7  # relative: a count itself is exact in float32 up to 2^24, and rounded beyond
+# How far a count read off a program may be from the true one, relative.
+AS_FLOAT32 = 1e-7  # itself: it is exact in float32 up to 2^24, and rounded beyond
+OF_RECIPROCALS = 2e-6  # 1 / a reciprocal, or a product of several, each of which is rounded to float32
 
 
-def is_count(number: float, extents: Iterable[int], tolerance: float = 2e-6) -> bool:
+def is_count(number: float, extents: Iterable[int], tolerance: float = AS_FLOAT32) -> bool:
     """Whether a number read off the program is that of an array's elements with these extents.
 
-    `tolerance`: a reciprocal is rounded, to float32 if nothing else is said. Of more than 500,000 elements one less, as
-    an unbiased variance has, is within that: where the count itself is divided by, it is AS_FLOAT32. A symbolic extent
-    is no number: where one is among them, the number is not theirs.
+    Of more than 500,000 elements one less, as an unbiased variance has, is within OF_RECIPROCALS: a divisor's tolerance
+    is AS_FLOAT32. A symbolic extent is no number: where one is among them, the number is not theirs.
     """
     size = math.prod(extents)
     return _problem.is_number(size) and abs(number - size) <= tolerance * size
+
+
+def averages(v: Value, number: float, extents: Iterable[int]) -> bool:
+    """Whether v, a sum of an array with these extents by a number other than 0 ("mul" or "div"), is its mean."""
+    if v.made_by == "mul":
+        return is_count(1 / number, extents, OF_RECIPROCALS)
+    return is_count(number, extents)
 
 
 def extent_of(v: Value) -> Any:

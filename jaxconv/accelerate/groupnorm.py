@@ -19,12 +19,11 @@ import numpy as np
 from jaxconv import _plan, _problem
 from jaxconv._core.activations import Activation
 from jaxconv._core.graph import (
-    AS_FLOAT32,
     Array,
     Value,
+    averages,
     bare,
     channels_of,
-    is_count,
     number_of,
     operands_of,
     unconverted,
@@ -222,9 +221,7 @@ def _mean_of(v: Value, accept: Callable[[Value, bool], int | None], order: Order
         u = total.node.inputs[0]
         rank = len(u.shape)
         axes = tuple(sorted(total.node.params["axes"]))
-        tolerance = 2e-6 if v.made_by == "mul" else AS_FLOAT32
-        number = 1 / number if v.made_by == "mul" else number
-        if rank < 3 or not is_count(number, [u.shape[axis] for axis in axes], tolerance):
+        if rank < 3 or not averages(v, number, [u.shape[axis] for axis in axes]):
             continue
         for alone in (True, False):
             summed = set(range(rank)) - set(order.kept(rank, alone))

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import jax.numpy as jnp
 
-from jaxconv._core.graph import Value, bare, channels_of, is_count, number_of, operands_of, unconverted
+from jaxconv._core.graph import Value, averages, bare, channels_of, number_of, operands_of, unconverted
 from jaxconv.accelerate.groupnorm import GroupNormalised, affine, numbers_along
 from jaxconv.accelerate.norms import squared
 
@@ -75,9 +75,8 @@ def _is_mean(v: Value, accept: Callable[[Value], bool]) -> bool:
         if not number or total.made_by != "reduce_sum":
             continue
         u = total.node.inputs[0]
-        number = 1 / number if v.made_by == "mul" else number
         last = tuple(total.node.params["axes"]) == (len(u.shape) - 1,)
-        if last and is_count(number, u.shape[-1:]):
+        if last and averages(v, number, u.shape[-1:]):
             return accept(u)
     return False
 

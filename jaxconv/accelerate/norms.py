@@ -19,6 +19,7 @@ from jaxconv import _problem
 from jaxconv._core.activations import Activation
 from jaxconv._core.graph import (
     AS_FLOAT32,
+    OF_RECIPROCALS,
     Array,
     Node,
     Value,
@@ -156,7 +157,7 @@ def _means(v: Value, symbolic: bool = False) -> Iterator[tuple[Value, int | None
             v = bare(v.node.inputs[0])
         elif v.made_by == "mul" and (numbers[0] or numbers[1]):
             count /= numbers[1] or numbers[0]
-            tolerance = 2e-6  # reciprocals, each rounded to float32: half an ulp of it
+            tolerance = OF_RECIPROCALS
             v = bare(v.node.inputs[0 if numbers[1] else 1])
         elif v.made_by == "reduce_sum" or _sums_an_axis(v.node):
             steps.append(v.node)

@@ -245,7 +245,7 @@ class Rewriting:
     def _try(
         self, what: str, node: Node, x: tuple[int, ...], candidates: Callable[[], Iterator[Fused]], also: str = ""
     ) -> None:
-        """`also`: what is to be said of it besides."""
+        """`also`: a sentence that the report adds to the reason."""
         if what in ("batchnorm", "groupnorm", "layernorm", "max_pool", "upsampling", "squeeze_excite"):
             shapes = f"{node.outputs[0].dtype}{list(x)}"
         else:

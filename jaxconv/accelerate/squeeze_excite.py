@@ -21,6 +21,7 @@ from jaxconv._core.graph import (
     Constant,
     Node,
     Value,
+    averages,
     channels_of,
     is_count,
     number_of,
@@ -184,12 +185,13 @@ def _is_mean(m: Value, x: Value) -> bool:
         if not number or total.made_by != "reduce_sum":
             continue
         u = total.node.inputs[0]
-        number = 1 / number if m.made_by == "mul" else number
         of_x = u.shape == x.shape and unwidened(u) is unwidened(x)
         axes = tuple(sorted(total.node.params["axes"])) == tuple(range(1, len(u.shape) - 1))
-        # A reciprocal is rounded, in 16 bits to one part in 256.
-        tolerance = 2e-6 if count.dtype.itemsize > 2 else 2e-3
-        if of_x and axes and is_count(number, u.shape[1:-1], tolerance):
+        if count.dtype.itemsize > 2:
+            same = averages(m, number, u.shape[1:-1])
+        else:  # rounded, to one part in 256 or 2048
+            same = is_count(1 / number if m.made_by == "mul" else number, u.shape[1:-1], 2e-3)
+        if of_x and axes and same:
             return True
     return False
 
