@@ -12,49 +12,55 @@ namespace jaxconv::cuda::conv {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kBlocks = 132 * 16;  // of all planes, about
+constexpr int kPieces = 8;  // that a thread writes of a plane, or more in planes of many blocks
+constexpr int kRows = 64;   // blocks of a plane, at most
 
 struct FoldPlanesArgs {
   const void* x;
   void* to;
-  int64_t pixels;                   // of a plane of x
-  int planes, made, depth, stride;  // planes of y in all, of an image of y, and of x
-  int vectors;                      // of a pixel of x
+  int64_t pixels;           // of a plane of x
+  int made, depth, stride;  // planes of an image of y, and of x
+  int vectors;              // of a pixel of x
   // Of a folded vector: the plane of x for o = 0, and the vector there.
   int first[kMostFolded], vector[kMostFolded];
   int count;  // folded vectors, the others are zeros
 };
 
-// Vector: elements of x that one load reads, all of a pixel or a part of them.
-template <typename Vector, int kVectors>
+// Vector: elements of x that one load reads, all of a pixel or a part of them. kBytes: of a folded pixel. A thread writes
+// pieces of up to 16 bytes, and a warp's lie side by side: with a whole pixel a thread, pixels of 128 bytes were written at
+// a quarter of the memory's rate.
+template <typename Vector, int kBytes>
 __global__ void __launch_bounds__(kThreads)
     FoldPlanesKernel(const __grid_constant__ FoldPlanesArgs a) {
-  constexpr int kBytes = int(sizeof(Vector)) * kVectors;
-  struct alignas(kBytes < 16 ? kBytes : 16) Pixel {
+  constexpr int kPiece = kBytes < 16 ? kBytes : 16, kOfPixel = kBytes / kPiece;
+  constexpr int kVectors = kPiece / int(sizeof(Vector));
+  static_assert(kThreads % kOfPixel == 0, "a thread's pieces have one place in their pixels");
+  struct alignas(kPiece) Piece {
     Vector v[kVectors];
   };
-  const Vector* x = static_cast<const Vector*>(a.x);
-  Pixel* to = static_cast<Pixel*>(a.to);
-  for (int plane = blockIdx.x; plane < a.planes; plane += gridDim.x) {
-    const int image = plane / a.made, o = plane - image * a.made;
-    const Vector* from[kVectors];  // null: zeros
+  const int64_t plane = blockIdx.x;
+  const int image = int(plane / a.made), o = int(plane - int64_t(image) * a.made);
+  const int begin = int(threadIdx.x) % kOfPixel * kVectors;  // of the thread's folded vectors
+  const Vector* from[kVectors];                              // null: zeros
+#pragma unroll
+  for (int i = 0; i < kVectors; ++i) {
+    from[i] = nullptr;
+    if (begin + i >= a.count) continue;
+    const int d = o * a.stride + a.first[begin + i];
+    if (d < 0 || d >= a.depth) continue;
+    from[i] = static_cast<const Vector*>(a.x) +
+              (int64_t(image) * a.depth + d) * a.pixels * a.vectors + a.vector[begin + i];
+  }
+  const int64_t pieces = a.pixels * kOfPixel, step = int64_t(gridDim.y) * kThreads;
+  Piece* to = static_cast<Piece*>(a.to) + plane * pieces;
+  for (int64_t at = int64_t(blockIdx.y) * kThreads + threadIdx.x; at < pieces; at += step) {
+    Piece piece;
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
-      const int d = o * a.stride + a.first[i];
-      from[i] = i < a.count && d >= 0 && d < a.depth
-                    ? x + (int64_t(image) * a.depth + d) * a.pixels * a.vectors + a.vector[i]
-                    : nullptr;
+      piece.v[i] = Vector{};
+      if (from[i] != nullptr) piece.v[i] = __ldg(from[i] + at / kOfPixel * a.vectors);
     }
-    const int64_t step = int64_t(gridDim.y) * kThreads;
-    for (int64_t at = int64_t(blockIdx.y) * kThreads + threadIdx.x; at < a.pixels; at += step) {
-      Pixel pixel;
-#pragma unroll
-      for (int i = 0; i < kVectors; ++i) {
-        pixel.v[i] = Vector{};
-        if (from[i] != nullptr) pixel.v[i] = __ldg(from[i] + at * a.vectors);
-      }
-      to[plane * a.pixels + at] = pixel;
-    }
+    to[at] = piece;
   }
 }
 
@@ -86,33 +92,33 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// bytes: of a folded pixel.
+// bytes: of a folded pixel. planes: of y in all.
 template <typename Vector>
-Status FoldVectors(const Context& ctx, const FoldPlanesArgs& a, int64_t bytes,
+Status FoldVectors(const Context& ctx, const FoldPlanesArgs& a, int64_t planes, int64_t bytes,
                    const std::string& what) {
   const auto kernel = [&]() -> void (*)(FoldPlanesArgs) {
     constexpr int kOne = int(sizeof(Vector));
     switch (bytes) {
       case 8:
-        if constexpr (kOne <= 4) return FoldPlanesKernel<Vector, 8 / kOne>;
+        if constexpr (kOne <= 4) return FoldPlanesKernel<Vector, 8>;
         break;
       case 16:
-        if constexpr (kOne <= 8) return FoldPlanesKernel<Vector, 16 / kOne>;
+        if constexpr (kOne <= 8) return FoldPlanesKernel<Vector, 16>;
         break;
       case 32:
-        return FoldPlanesKernel<Vector, 32 / kOne>;
+        return FoldPlanesKernel<Vector, 32>;
       case 64:
-        return FoldPlanesKernel<Vector, 64 / kOne>;
+        return FoldPlanesKernel<Vector, 64>;
       case 128:
-        if constexpr (kOne >= 4) return FoldPlanesKernel<Vector, 128 / kOne>;
+        if constexpr (kOne >= 4) return FoldPlanesKernel<Vector, 128>;
         break;
     }
     return nullptr;
   }();
   if (kernel == nullptr) return Status::Internal(what + ": no kernel folds its planes");
-  // A thread has eight pixels of a plane, or more where there are enough planes.
-  const unsigned rows = unsigned(std::clamp<int64_t>(a.pixels / (8 * kThreads), 1, 64));
-  const dim3 blocks(unsigned(std::min<int64_t>(a.planes, CeilDiv(kBlocks, rows))), rows);
+  const int64_t pieces = a.pixels * CeilDiv(bytes, 16);
+  const int64_t rows = CeilDiv(pieces, kPieces * kThreads);
+  const dim3 blocks(unsigned(planes), unsigned(std::min<int64_t>(rows, kRows)));
   kernel<<<blocks, kThreads, 0, ctx.stream>>>(a);
   return LaunchStatus(what + " (planes to channels)");
 }
@@ -128,7 +134,6 @@ Status FoldPlanes(const Context& ctx, const ConvProblem& p, const ConvProblem& q
   a.x = x;
   a.to = to;
   a.pixels = p.in[1] * p.in[2];
-  a.planes = int(p.n * p.out[0]);
   a.made = int(p.out[0]);
   a.depth = int(p.in[0]);
   a.stride = int(p.stride[0]);
@@ -142,7 +147,7 @@ Status FoldPlanes(const Context& ctx, const ConvProblem& p, const ConvProblem& q
                     : bytes == 8 ? FoldVectors<uint2>
                     : bytes == 4 ? FoldVectors<uint32_t>
                                  : FoldVectors<uint16_t>;
-  return fold(ctx, a, q.c * item, what);
+  return fold(ctx, a, p.n * p.out[0], q.c * item, what);
 }
 
 Status FoldFilter(const Context& ctx, const ConvProblem& p, const ConvProblem& q, const void* w,
