@@ -10,14 +10,17 @@ What an op adds to that is its planner's (`planner.py`). One whose choice follow
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 from jaxconv._core import native
-from jaxconv._plan import in_place, measured, model, tuned
-from jaxconv._plan.plan import Candidate, Device, Plan, Problem
+from jaxconv._plan import in_place, measured, model, together, tuned
+from jaxconv._plan.plan import Candidate, Device, Nearest, Plan, Problem
 from jaxconv._plan.planner import NOTHING, PARTITIONED, PLANNERS, XLA_ASKED, Planner, asked, disabled_text
+from jaxconv._problem import ConvProblem
 
 P = TypeVar("P")
 
@@ -127,8 +130,12 @@ def fastest(op: str, problem: Problem, device: Device) -> Plan:
     other = planner.overruled(problem, device, best and best.plan)
     if other is not None:
         return dataclasses.replace(other, candidates=candidates)
+    near = best is not None and (best.ratio >= 1 or best.lost_ms <= together.LAUNCH_MS)
+    if best is not None and not best.wins and near and getattr(problem, "together", False):
+        return dataclasses.replace(best.plan, reason=f"{why}; {together.WHY}", candidates=candidates)
     if best is None or not best.wins:
-        return planner.instead(why + _unsafe([own.kernel for own in plans if own not in safe]), candidates)
+        own = planner.instead(why + _unsafe([own.kernel for own in plans if own not in safe]), candidates)
+        return dataclasses.replace(own, nearest=best and Nearest(best.plan, best.xla_ms, best.ratio, best.deviation))
     return dataclasses.replace(best.plan, reason=why, candidates=candidates)
 
 
@@ -156,14 +163,24 @@ def _unsafe(kernels: list[str]) -> str:
     )
 
 
+# How far a measured ratio is off, in the logarithm: of a case that is near, and of one that is too different to decide
+OFF, FAR_OFF = 0.1, 0.5
+
+
 @dataclasses.dataclass(frozen=True)
 class _Weighed:
     """A kernel's plan and how it compares with XLA."""
 
     plan: Plan
+    xla_ms: float
     ratio: float  # XLA's time over the kernel's, measured or predicted
+    deviation: float  # of its logarithm
     wins: bool
     why: str
+
+    @property
+    def lost_ms(self) -> float:
+        return self.xla_ms * (1 / self.ratio - 1)
 
 
 def _weighed(
@@ -208,7 +225,7 @@ def _weighed(
                 # The model knows XLA but hardly this kernel: what is far does not speak alone.
                 ratio = m.ratio(own.kernel)
                 why = f"{own.kernel} was {ratio:.2f} times as fast as XLA {m.where}, too different to decide"
-                weighed.append(_Weighed(own, ratio, False, why))
+                weighed.append(_Weighed(own, m.xla_ms, ratio, FAR_OFF, False, why))
         if xla is not None:
             candidates.append(Candidate("xla", xla.ms, "predicted"))
     if not weighed:
@@ -226,9 +243,9 @@ def _by_measurement(own: Plan, m: measured.Measurement) -> _Weighed:
     ratio, wins = m.ratio(own.kernel), m.wins(own.kernel)
     other = "two calls" if m.against_two else "XLA"
     if wins:
-        return _Weighed(own, ratio, wins, f"{ratio:.2f} times faster than {other} {m.where}")
+        return _Weighed(own, m.xla_ms, ratio, OFF, wins, f"{ratio:.2f} times faster than {other} {m.where}")
     speed = "the speed of two calls" if m.against_two else "XLA's speed"
-    return _Weighed(own, ratio, wins, f"{own.kernel} reached {ratio:.2f} of {speed} {m.where}")
+    return _Weighed(own, m.xla_ms, ratio, OFF, wins, f"{own.kernel} reached {ratio:.2f} of {speed} {m.where}")
 
 
 def _by_prediction(own: Plan, xla_ms: float, kernel: model.Prediction, m: measured.Measurement | None) -> _Weighed:
@@ -244,11 +261,49 @@ def _by_prediction(own: Plan, xla_ms: float, kernel: model.Prediction, m: measur
     sure = model.sure(ratio, kernel.deviation)
     if not sure:
         why = short + (", which is not sure enough" if ratio > 1 else "")
-    return _Weighed(own, ratio, sure, why)
+    return _Weighed(own, xla_ms, ratio, kernel.deviation, sure, why)
 
 
 def _percent(deviation: float) -> str:
     return f"{100 * math.expm1(deviation):.0f} %"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Many convolutions of one program
+
+
+def plan_together(ops: Iterable[tuple[str, Any]], device: Device) -> dict[tuple[str, Any], Any]:
+    """Of a program's ops, the convolutions that are XLA's alone, and native code's together with the others: by op and
+    problem, the problem that says so."""
+    if device.platform != "cuda" or device.partitioned or missing(device) is not None:
+        return {}
+    known: list[float] = []
+    unsure: dict[together.Unsure, tuple[str, Any]] = {}
+    for (op, problem), count in collections.Counter(ops).items():
+        if op not in PLANNERS:
+            continue
+        alone = plan(op, problem, device)
+        if op in _ALONE and alone.implementation == "calls":
+            alone = plan(*_ALONE[op](problem), device)
+        name = alone.kernel if alone.implementation == "native" else "xla"
+        known += [c.ms for c in alone.candidates if c.name == name][-1:] * count
+        if alone.nearest is not None and type(problem) is ConvProblem:
+            unsure[together.Unsure(alone.nearest, count)] = op, problem
+    found = {}
+    for one in together.taken([*unsure], together.waits(known)):
+        op, problem = unsure[one]
+        marked = dataclasses.replace(problem, together=True)
+        # XLA's convolution adds a residual in its own pass, so a kernel that cannot is no gain.
+        if op != "conv_add" or plan(op, marked, device).implementation == "native":
+            found[op, problem] = marked
+    return found
+
+
+# The convolution in an op that may be several calls
+_ALONE: dict[str, Callable[[ConvProblem], tuple[str, ConvProblem]]] = {
+    "conv_add": lambda p: ("conv" if p.bias else "conv_fprop", p.affine()),
+    "conv_dgrad_add": lambda p: ("conv_dgrad", p.bare()),
+}
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -124,6 +124,16 @@ class Candidate:
 
 
 @dataclasses.dataclass(frozen=True)
+class Nearest:
+    """Where XLA runs a problem because no kernel is surely faster: the kernel that comes nearest to that."""
+
+    plan: Plan
+    xla_ms: float
+    ratio: float  # XLA's time over the kernel's, measured or predicted
+    deviation: float  # of the ratio's logarithm: how far it is off, typically
+
+
+@dataclasses.dataclass(frozen=True)
 class Plan:
     implementation: str  # "native", "xla", or "calls": of kernels that have plans of their own
     reason: str
@@ -137,6 +147,8 @@ class Plan:
     # The result takes the addend's place in memory
     in_place: bool = False
     candidates: tuple[Candidate, ...] = ()  # what the choice was made from
+    # Of a plan that is XLA's because times say so
+    nearest: Nearest | None = dataclasses.field(default=None, compare=False, repr=False)
 
     @property
     def algorithm(self) -> str:

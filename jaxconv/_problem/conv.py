@@ -77,6 +77,8 @@ class ConvProblem:
     # What the user forces
     implementation: str | None = None
     algorithm: str | None = None
+    # Its program has many convolutions: together they are worth the risk that each is alone (jaxconv/_plan/together.py)
+    together: bool = dataclasses.field(default=False, repr=False)
 
     # ---- shapes
     @property

@@ -72,9 +72,16 @@ class Rewritten:
 HEARD: contextvars.ContextVar[list[Rewritten] | None] = contextvars.ContextVar("jaxconv_heard_rules", default=None)
 
 
+def _calls(nodes: Iterable[Node]) -> list[Node]:
+    return [node for node in nodes if "problem" in node.params and node.call is None]
+
+
 def _ops(nodes: Iterable[Node]) -> tuple[Op, ...]:
-    ours = (node for node in nodes if "problem" in node.params and node.call is None)
-    return tuple((node.name.removeprefix("jaxconv_"), node.params["problem"]) for node in ours)
+    return tuple(map(_op, _calls(nodes)))
+
+
+def _op(node: Node) -> Op:
+    return node.name.removeprefix("jaxconv_"), node.params["problem"]
 
 
 def _fusion(rule: Rule, program: Program) -> Fusion:
@@ -105,9 +112,19 @@ def rewrite(program: Program, device: _plan.Device) -> list[str]:
                     program.settle()
     finally:
         _WANTED.reset(token)
+    _choose_together(program, device)
     if heard is not None:
         heard.append(Rewritten(program.differentiated, before, _ops(program.nodes), tuple(fusions)))
     return applied
+
+
+def _choose_together(program: Program, device: _plan.Device) -> None:
+    """Convolutions that native code runs although none would be chosen alone get a problem that says so."""
+    of = {node: _op(node) for node in _calls(program.nodes)}
+    marked = _plan.plan_together(of.values(), device)
+    for node, op in of.items():
+        if op in marked and not split_by_type(*node.inputs):
+            node.eqn = node.eqn.replace(params={**node.params, "problem": marked[op]})
 
 
 def wants(op: str, problem: Any, device: _plan.Device) -> bool:
