@@ -6,7 +6,18 @@ native code can run. conv.py, conv_add.py, dense.py, batchnorm.py, ...: planners
 which of its kernels is wanted, with which tile and how many parts.
 """
 
-from jaxconv._plan.choose import every, made, missing, natively, plan, plan_together, supports, tiles, timed_as
+from jaxconv._plan.choose import (
+    every,
+    made,
+    missing,
+    natively,
+    plan,
+    plan_together,
+    remembered,
+    supports,
+    tiles,
+    timed_as,
+)
 from jaxconv._plan.conv import fused_behind
 from jaxconv._plan.dense import GATED, GATED_GRADIENT, GRADIENT
 from jaxconv._plan.ops import OPS
@@ -29,6 +40,7 @@ __all__ = [
     "natively",
     "plan",
     "plan_together",
+    "remembered",
     "supports",
     "tiles",
     "timed_as",

@@ -11,9 +11,11 @@ What an op adds to that is its planner's (`planner.py`). One whose choice follow
 from __future__ import annotations
 
 import collections
+import contextlib
+import contextvars
 import dataclasses
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 from jaxconv._core import native
@@ -28,7 +30,25 @@ P = TypeVar("P")
 def plan(op: str, problem: Any, device: Device) -> Plan:
     """The plan for `op` on `device`; ValueError where a forced choice cannot run, with the reason."""
     planner = PLANNERS[op]
-    return planner.composed(problem, device) or _by_tiers(planner, problem, device)
+    known, key = _KNOWN.get(), (op, problem, device)
+    if known is None:
+        return planner.composed(problem, device) or _by_tiers(planner, problem, device)
+    if key not in known:
+        known[key] = planner.composed(problem, device) or _by_tiers(planner, problem, device)
+    return known[key]
+
+
+@contextlib.contextmanager
+def remembered() -> Iterator[None]:
+    """Inside, what was planned is not planned again: for whoever asks often while nothing changes."""
+    token = _KNOWN.set({})
+    try:
+        yield
+    finally:
+        _KNOWN.reset(token)
+
+
+_KNOWN: contextvars.ContextVar[dict[Any, Plan] | None] = contextvars.ContextVar("jaxconv_known_plans", default=None)
 
 
 def timed_as(op: str, problem: P, device: Device) -> P:

@@ -95,8 +95,7 @@ def rewrite(program: Program, device: _plan.Device) -> list[str]:
     heard = HEARD.get()
     before = () if heard is None else _ops(program.nodes)
     fusions: list[Fusion] = []
-    token = _WANTED.set({})
-    try:
+    with _plan.remembered():  # the blocks of a program ask the same
         for rule in RULES:
             found = True
             while found:  # what a rule makes, the same rule may match again
@@ -110,9 +109,7 @@ def rewrite(program: Program, device: _plan.Device) -> list[str]:
                             fusions.append(_fusion(rule, program))
                 if found:
                     program.settle()
-    finally:
-        _WANTED.reset(token)
-    _choose_together(program, device)
+        _choose_together(program, device)
     if heard is not None:
         heard.append(Rewritten(program.differentiated, before, _ops(program.nodes), tuple(fusions)))
     return applied
@@ -129,17 +126,11 @@ def _choose_together(program: Program, device: _plan.Device) -> None:
 
 def wants(op: str, problem: Any, device: _plan.Device) -> bool:
     """Whether the plan for the device takes `op` as one, where it could be several calls."""
-    key = op, problem, device
-    if key not in (known := _WANTED.get()):
-        plan = _plan.plan(*key)
-        native = plan.implementation == "native"
-        known[key] = native or (plan.implementation == "calls" and plan.kernel not in _SEVERAL)
-    return known[key]
+    plan = _plan.plan(op, problem, device)
+    return plan.implementation == "native" or (plan.implementation == "calls" and plan.kernel not in _SEVERAL)
 
 
 _SEVERAL = ("two", "three", "parts")
-# What the plans said while one program is rewritten: its blocks ask the same
-_WANTED: contextvars.ContextVar[dict[Any, bool]] = contextvars.ContextVar("jaxconv_wanted")
 
 # ----------------------------------------------------------------------------------------------------------------------
 # How a program is read
