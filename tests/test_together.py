@@ -48,14 +48,18 @@ def test_where_the_host_is_waited_for_a_launch_is_worth_its_time():
 
 
 def test_short_calls_wait():
-    assert together.waits([0.01] * 5 + [0.1]) and not together.waits([0.01] * 5 + [0.2]) and not together.waits([])
+    assert together.waits([0.01] * 9 + [0.2]) and not together.waits([0.01] * 9 + [0.22])
+
+
+def test_few_calls_say_nothing_of_their_program():
+    assert not together.waits([0.01] * (together.LEAST_CALLS - 1)) and not together.waits([])
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Programs
 
 
-def network(batch, size=32, dtype="float32", depth=6):
+def network(batch, size=32, dtype="float32", depth=10):
     """(loss, arguments): 3x3 convolutions with bias and relu, of 64 channels, behind each other."""
 
     def loss(ws, x):

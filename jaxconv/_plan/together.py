@@ -19,8 +19,10 @@ from jaxconv._plan import model
 from jaxconv._plan.plan import Nearest
 
 # A program waits for its host if its convolutions, products and norms take less than this on average: in steps and
-# answers of ten networks with default options (H100, H200) the host took 21 to 32 us for each.
+# answers of ten networks with default options (H100, H200) the host took 21 to 32 us for each. Fewer calls may be a part
+# of a larger program, of which they say little.
 WAITS_MS = 0.03
+LEAST_CALLS = 8
 # By so much a kernel of ours may be slower then: about the gap between two launches in a graph. Outside of one cuDNN's
 # convolution takes the host 13 us.
 LAUNCH_MS = 0.002
@@ -48,7 +50,7 @@ class Unsure:
 
 def waits(calls_ms: Sequence[float]) -> bool:
     """Whether a program of calls that take so long waits for its host."""
-    return bool(calls_ms) and sum(calls_ms) < WAITS_MS * len(calls_ms)
+    return len(calls_ms) >= LEAST_CALLS and sum(calls_ms) < WAITS_MS * len(calls_ms)
 
 
 def taken(unsure: Sequence[Unsure], waiting: bool) -> list[Unsure]:
