@@ -441,7 +441,7 @@ def _lower(op: Kernel, platform: str | None, ctx: mlir.LoweringRuleContext, *ope
         plan = _plan.plan(op.name, problem, device)
     if partitioning == "auto" and (plan.implementation == "native" or op.partition(problem).always):
         program = sharding.auto(op, problem, compat.mesh_of(ctx))
-        return compat.tell_apart(through(program), f"{op.target} {problem!r}")
+        return compat.tell_apart(through(program), f"{op.target} {problem!r} {getattr(problem, 'together', None)}")
     if plan.implementation != "native":
         with as_lax():
             return by_xla() if plan.implementation == "xla" else through(functools.partial(op.reference, problem))

@@ -22,7 +22,7 @@ from jaxconv._core import native
 from jaxconv._plan import in_place, measured, model, together, tuned
 from jaxconv._plan.plan import Candidate, Device, Nearest, Plan, Problem
 from jaxconv._plan.planner import NOTHING, PARTITIONED, PLANNERS, XLA_ASKED, Planner, asked, disabled_text
-from jaxconv._problem import ConvProblem
+from jaxconv._problem import ConvProblem, Together
 
 P = TypeVar("P")
 
@@ -120,7 +120,7 @@ def _tuned(planner: Planner, problem: Problem, device: Device) -> Plan | None:
     if choice == "xla":
         least = entry.xla_ms is not None and entry.xla_ms <= min(entry.native_ms.values(), default=math.inf)
         why = "XLA is the fastest" if least else "no kernel is faster than XLA by more than the noise"
-        return planner.instead(f"{where}: {why}", candidates)
+        return dataclasses.replace(planner.instead(f"{where}: {why}", candidates), ms=entry.xla_ms)
     own = planner.made(choice, problem, device)
     if isinstance(own, str):  # a file that somebody edited
         return None
@@ -130,7 +130,7 @@ def _tuned(planner: Planner, problem: Problem, device: Device) -> Plan | None:
         reason = f"{ratio:.2f} of XLA's speed"
     if forced:
         reason += "; implementation='native' was asked for"
-    return dataclasses.replace(own, reason=f"{where}: {reason}", candidates=candidates)
+    return dataclasses.replace(own, reason=f"{where}: {reason}", candidates=candidates, ms=entry.native_ms[choice])
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -150,13 +150,25 @@ def fastest(op: str, problem: Problem, device: Device) -> Plan:
     other = planner.overruled(problem, device, best and best.plan)
     if other is not None:
         return dataclasses.replace(other, candidates=candidates)
-    near = best is not None and (best.ratio >= 1 or best.lost_ms <= together.LAUNCH_MS)
-    if best is not None and not best.wins and near and getattr(problem, "together", False):
-        return dataclasses.replace(best.plan, reason=f"{why}; {together.WHY}", candidates=candidates)
-    if best is None or not best.wins:
-        own = planner.instead(why + _unsafe([own.kernel for own in plans if own not in safe]), candidates)
-        return dataclasses.replace(own, nearest=best and Nearest(best.plan, best.xla_ms, best.ratio, best.deviation))
-    return dataclasses.replace(best.plan, reason=why, candidates=candidates)
+    if best is None:
+        return planner.instead(why + _unsafe([own.kernel for own in plans if own not in safe]), candidates)
+    reason = why if best.wins else _with_others(planner.op, problem, best)
+    if reason is not None:
+        ms = best.xla_ms / best.ratio
+        return dataclasses.replace(best.plan, reason=reason, candidates=candidates, ms=ms)
+    own = planner.instead(why + _unsafe([own.kernel for own in plans if own not in safe]), candidates)
+    nearest = Nearest(best.plan, best.xla_ms, best.ratio, best.deviation)
+    return dataclasses.replace(own, ms=best.xla_ms, nearest=nearest)
+
+
+def _with_others(op: str, problem: Problem, best: _Weighed) -> str | None:
+    """Why the kernel is taken though it is not surely faster: because of other convolutions of the program. None where
+    nobody says so of this very op and problem. It may be planned for another device than the program."""
+    mark: Together | None = getattr(problem, "together", None)
+    if mark is None or (mark.op, mark.problem) != (op, tuned.key_of(problem)):
+        return None
+    near = best.ratio >= 1 or best.xla_ms * (1 / best.ratio - 1) <= together.LAUNCH_MS
+    return f"{best.why}; {together.WAITS if mark.waits else together.WORTH}" if near else None
 
 
 def _safe(planner: Planner, problem: Problem, device: Device) -> list[Plan]:
@@ -192,15 +204,11 @@ class _Weighed:
     """A kernel's plan and how it compares with XLA."""
 
     plan: Plan
-    xla_ms: float
+    xla_ms: float  # XLA's time for the problem
     ratio: float  # XLA's time over the kernel's, measured or predicted
     deviation: float  # of its logarithm
     wins: bool
     why: str
-
-    @property
-    def lost_ms(self) -> float:
-        return self.xla_ms * (1 / self.ratio - 1)
 
 
 def _weighed(
@@ -212,6 +220,10 @@ def _weighed(
     speaks for the others: together with a measurement of other channels, or alone. `plans`: of the kernels, where these
     are not all that can run it.
     """
+
+    def xla_ms(m: measured.Measurement) -> float:
+        return m.xla_ms * measured.work(m, planner.op, problem)
+
     known: list[tuple[Plan, measured.Measurement]] = []
     others: list[tuple[Plan, measured.Measurement | None]] = []
     for own in every(planner.op, problem, device) if plans is None else plans:
@@ -226,7 +238,7 @@ def _weighed(
     most = min(measured.FAR, min([m.apart for _, m in known], default=0.0) + 0.01)
     close = [(own, m) for own, m in known if m.apart <= most]
     others = [*((own, m) for own, m in known if m.apart > most), *others]
-    weighed = [_by_measurement(own, m) for own, m in close]
+    weighed = [_by_measurement(own, m, xla_ms(m)) for own, m in close]
     candidates = [c for own, m in close for c in _measured_candidates(own, m)]
     if not any(w.wins for w in weighed) and others:
         predicted = model.predict(planner.op, problem, device, [own for own, _ in others])
@@ -240,12 +252,12 @@ def _weighed(
                 source = f"predicted, its speed relative to XLA within {_percent(kernel.deviation)}"
                 candidates.append(Candidate(own.kernel, kernel.ms, source))
             elif m is not None and xla is None:
-                weighed.append(_by_measurement(own, m))
+                weighed.append(_by_measurement(own, m, xla_ms(m)))
             elif m is not None:
                 # The model knows XLA but hardly this kernel: what is far does not speak alone.
                 ratio = m.ratio(own.kernel)
                 why = f"{own.kernel} was {ratio:.2f} times as fast as XLA {m.where}, too different to decide"
-                weighed.append(_Weighed(own, m.xla_ms, ratio, FAR_OFF, False, why))
+                weighed.append(_Weighed(own, xla_ms(m), ratio, FAR_OFF, False, why))
         if xla is not None:
             candidates.append(Candidate("xla", xla.ms, "predicted"))
     if not weighed:
@@ -259,13 +271,13 @@ def _measured_candidates(own: Plan, m: measured.Measurement) -> tuple[Candidate,
     return kernel, Candidate("xla", m.xla_ms, f"measured {m.where}")
 
 
-def _by_measurement(own: Plan, m: measured.Measurement) -> _Weighed:
+def _by_measurement(own: Plan, m: measured.Measurement, xla_ms: float) -> _Weighed:
     ratio, wins = m.ratio(own.kernel), m.wins(own.kernel)
     other = "two calls" if m.against_two else "XLA"
     if wins:
-        return _Weighed(own, m.xla_ms, ratio, OFF, wins, f"{ratio:.2f} times faster than {other} {m.where}")
+        return _Weighed(own, xla_ms, ratio, OFF, wins, f"{ratio:.2f} times faster than {other} {m.where}")
     speed = "the speed of two calls" if m.against_two else "XLA's speed"
-    return _Weighed(own, m.xla_ms, ratio, OFF, wins, f"{own.kernel} reached {ratio:.2f} of {speed} {m.where}")
+    return _Weighed(own, xla_ms, ratio, OFF, wins, f"{own.kernel} reached {ratio:.2f} of {speed} {m.where}")
 
 
 def _by_prediction(own: Plan, xla_ms: float, kernel: model.Prediction, m: measured.Measurement | None) -> _Weighed:
@@ -298,24 +310,29 @@ def plan_together(ops: Iterable[tuple[str, Any]], device: Device) -> dict[tuple[
     if device.platform != "cuda" or device.partitioned or missing(device) is not None:
         return {}
     known: list[float] = []
-    unsure: dict[together.Unsure, tuple[str, Any]] = {}
+    equal: dict[Any, list[tuple[tuple[str, ConvProblem], tuple[str, ConvProblem], Nearest, int]]] = {}
     for (op, problem), count in collections.Counter(ops).items():
         if op not in PLANNERS:
             continue
-        alone = plan(op, problem, device)
+        of, alone = (op, problem), plan(op, problem, device)
         if op in _ALONE and alone.implementation == "calls":
-            alone = plan(*_ALONE[op](problem), device)
-        name = alone.kernel if alone.implementation == "native" else "xla"
-        known += [c.ms for c in alone.candidates if c.name == name][-1:] * count
+            of = _ALONE[op](problem)
+            alone = plan(*of, device)
+        if alone.ms is not None:
+            known += [alone.ms] * count
         if alone.nearest is not None and type(problem) is ConvProblem:
-            unsure[together.Unsure(alone.nearest, count)] = op, problem
+            # Whatever stands behind it, its times are the same prediction.
+            prediction = measured.features(*of), alone.nearest.plan.kernel
+            equal.setdefault(prediction, []).append(((op, problem), of, alone.nearest, count))
+    unsure = {together.Unsure(these[0][2], sum(count for *_, count in these)): these for these in equal.values()}
     found = {}
-    for one in together.taken([*unsure], together.waits(known)):
-        op, problem = unsure[one]
-        marked = dataclasses.replace(problem, together=True)
-        # XLA's convolution adds a residual in its own pass, so a kernel that cannot is no gain.
-        if op != "conv_add" or plan(op, marked, device).implementation == "native":
-            found[op, problem] = marked
+    for one, waits in together.taken([*unsure], together.waits(known)):
+        for (op, problem), of, *_ in unsure[one]:
+            mark = Together(of[0], tuned.key_of(of[1]), waits)
+            marked = dataclasses.replace(problem, together=mark)
+            # XLA's convolution adds a residual in its own pass, so a kernel that cannot is no gain.
+            if op != "conv_add" or plan(op, marked, device).implementation == "native":
+                found[op, problem] = marked
     return found
 
 

@@ -247,6 +247,12 @@ def nearest(op: str, problem: Any, device: Device, kernel: str) -> Measurement |
     return padded if apart == padded.apart else dataclasses.replace(padded, apart=apart)
 
 
+def work(m: Measurement, op: str, problem: Any) -> float:
+    """How many times m's work the problem has."""
+    _, _, coordinates = features(op, problem)
+    return 2.0 ** sum(b - a for a, b in zip(m.coordinates, coordinates, strict=True))
+
+
 def _apart(m: Measurement, op: str, problem: Any) -> float:
     channels = PLANNERS[op].channels
     _, _, coordinates = features(op, problem)

@@ -147,7 +147,8 @@ class Plan:
     # The result takes the addend's place in memory
     in_place: bool = False
     candidates: tuple[Candidate, ...] = ()  # what the choice was made from
-    # Of a plan that is XLA's because times say so
+    # Where times decided: what the problem is expected to take, and if it is XLA's the kernel that comes nearest
+    ms: float | None = dataclasses.field(default=None, compare=False, repr=False)
     nearest: Nearest | None = dataclasses.field(default=None, compare=False, repr=False)
 
     @property

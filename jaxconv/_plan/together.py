@@ -19,17 +19,20 @@ from jaxconv._plan import model
 from jaxconv._plan.plan import Nearest
 
 # A program waits for its host if its convolutions, products and norms take less than this on average: in steps and
-# answers of ten networks with default options (H100, H200) the host took 21 to 32 us for each. Fewer calls may be a part
-# of a larger program, of which they say little.
+# answers of ten networks with default options (H100, H200) the host took 21 to 32 us for each. Fewer calls may be a
+# part of a larger program, of which they say little.
 WAITS_MS = 0.03
 LEAST_CALLS = 8
 # By so much a kernel of ours may be slower then: about the gap between two launches in a graph. Outside of one cuDNN's
 # convolution takes the host 13 us.
 LAUNCH_MS = 0.002
+# And by no more than this may its time be off, which is about what the host takes to launch it otherwise.
+OFF_MS = 0.01
 # Correlation of the errors of two predictions in a program: of drawn problems with one type, number of dimensions and
 # grouping, which a model that had not seen them predicted (830 that were unsure).
 ALIKE = 0.1
-WHY = "many convolutions of this program are chosen together, and their sum is worth it"
+WORTH = "many convolutions of this program are chosen together, and their sum is worth it"
+WAITS = "the program waits for its host, and a CUDA graph holds this kernel, unlike cuDNN's"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -53,15 +56,18 @@ def waits(calls_ms: Sequence[float]) -> bool:
     return len(calls_ms) >= LEAST_CALLS and sum(calls_ms) < WAITS_MS * len(calls_ms)
 
 
-def taken(unsure: Sequence[Unsure], waiting: bool) -> list[Unsure]:
-    """Those that native code runs: all that pass the test together, without those that are expected to be the least
-    worth it as long as they do not; where the program waits, also those that may be a little slower."""
+def taken(unsure: Sequence[Unsure], waiting: bool) -> list[tuple[Unsure, bool]]:
+    """Those that native code runs, and whether that is because the program waits: all that pass the test together,
+    without those that are expected to be the least worth it as long as they do not; where the program waits, also those
+    that are at most a little slower, and not off by much."""
     able = sorted((one for one in unsure if one.nearest.ratio > 1), key=lambda one: one.nearest.ratio)
     while able and not _sure(able):
         able = able[1:]
-    if waiting:
-        able = [one for one in unsure if one.nearest.xla_ms * (1 / one.nearest.ratio - 1) <= LAUNCH_MS]
-    return able
+    return [(one, one not in able) for one in unsure if one in able or (waiting and _may_wait(one.nearest))]
+
+
+def _may_wait(one: Nearest) -> bool:
+    return one.xla_ms * one.deviation <= OFF_MS and one.xla_ms * (1 / one.ratio - 1) <= LAUNCH_MS
 
 
 def _sure(these: Sequence[Unsure]) -> bool:

@@ -14,6 +14,7 @@ from jaxconv._problem.conv import (
     ConvBatchNormProblem,
     ConvProblem,
     NormalisedConvProblem,
+    Together,
 )
 from jaxconv._problem.conv_integer import INTEGERS, IntegerConvProblem
 from jaxconv._problem.conv_scaled import (
@@ -114,6 +115,7 @@ __all__ = [
     "ScaledConvProblem",
     "SqueezeExciteAlgorithm",
     "SqueezeExciteProblem",
+    "Together",
     "as_array",
     "as_mask",
     "as_parameter",

@@ -49,6 +49,15 @@ CONV_ALGORITHMS = get_args(ConvAlgorithm)
 
 
 @dataclasses.dataclass(frozen=True)
+class Together:
+    """Native code runs an op of a convolution because of the others in its program (jaxconv/_plan/together.py)."""
+
+    op: str
+    problem: str  # which convolution: it may become another one, of which this says nothing
+    waits: bool  # because the program waits for its host, else because the sum of all is worth it
+
+
+@dataclasses.dataclass(frozen=True)
 class ConvProblem:
     """y[n, o, k] = sum over taps t and channels c of x[n, o*stride - low + t*dilation, c] * w[t, c, k].
 
@@ -77,8 +86,7 @@ class ConvProblem:
     # What the user forces
     implementation: str | None = None
     algorithm: str | None = None
-    # Its program has many convolutions: together they are worth the risk that each is alone (jaxconv/_plan/together.py)
-    together: bool = dataclasses.field(default=False, repr=False)
+    together: Together | None = dataclasses.field(default=None, repr=False)
 
     # ---- shapes
     @property

@@ -95,6 +95,7 @@ def rewrite(program: Program, device: _plan.Device) -> list[str]:
     heard = HEARD.get()
     before = () if heard is None else _ops(program.nodes)
     fusions: list[Fusion] = []
+    _unmark(program)
     with _plan.remembered():  # the blocks of a program ask the same
         for rule in RULES:
             found = True
@@ -117,11 +118,22 @@ def rewrite(program: Program, device: _plan.Device) -> list[str]:
 
 def _choose_together(program: Program, device: _plan.Device) -> None:
     """Convolutions that native code runs although none would be chosen alone get a problem that says so."""
-    of = {node: _op(node) for node in _calls(program.nodes)}
+    of = {node: _op(node) for node in _calls(program.nodes) if not split_by_type(*node.inputs)}
     marked = _plan.plan_together(of.values(), device)
     for node, op in of.items():
-        if op in marked and not split_by_type(*node.inputs):
-            node.eqn = node.eqn.replace(params={**node.params, "problem": marked[op]})
+        if op in marked:
+            _set_problem(node, marked[op])
+
+
+def _unmark(program: Program) -> None:
+    """What another program chose together, which is a part of this one, is chosen anew."""
+    for node in _calls(program.nodes):
+        if getattr(problem := node.params["problem"], "together", None) is not None:
+            _set_problem(node, replace(problem, together=None))
+
+
+def _set_problem(node: Node, problem: Any) -> None:
+    node.eqn = node.eqn.replace(params={**node.params, "problem": problem})
 
 
 def wants(op: str, problem: Any, device: _plan.Device) -> bool:

@@ -59,7 +59,7 @@ class Region:
     replaced: tuple[Replaced, ...]
 
     def __str__(self) -> str:
-        if not self.replaced:
+        if self.before == self.after:
             return "\n".join([f"no rule changes it: {_sum(self.before)}", *_table(self.before)])
         sums = [f"before: {_sum(self.before)}", f"after:  {_sum(self.after)}"]
         return "\n".join([*sums, *_table(self.before, self.after), *_by_rule(self.replaced)])
@@ -139,11 +139,10 @@ def _measured(
         if m is None or (name == "xla" and m.against_two):
             continue
         ms = m.xla_ms if name == "xla" else m.native_ms[name]
-        more = sum(b - a for a, b in zip(m.coordinates, coordinates, strict=True))
         if m.coordinates == coordinates and not m.sister:
             exact = ms if exact is None else min(exact, ms)
         elif near is None:
-            near = ms * 2.0**more
+            near = ms * measured.work(m, op, problem)
     return exact, near
 
 
