@@ -1,4 +1,4 @@
-"""Fifty-three small defects, each of which the tests must find.
+"""Fifty-six small defects, each of which the tests must find.
 
     make mutants                         # all, one after the other
     make mutants ARGS="gemm batchnorm"   # those whose name or file has one of these words
@@ -255,9 +255,30 @@ MUTANTS = [
     Mutant(
         "accelerate takes maximum(z, slope * z) for leaky_relu with a negative slope",
         "jaxconv/accelerate/activations.py",
-        'return slope is None or self.result.made_by != "max" or 0 <= slope <= 1',
+        'return slope is None or self.result.made_by != "max" or 0 < slope <= 1',
         'return slope is None or self.result.made_by != "max" or slope <= 1',
         "tests/test_accelerate.py -k slope_below",
+    ),
+    Mutant(
+        "convolutions that are chosen together are so whatever they have become",
+        "jaxconv/_plan/choose.py",
+        "    if mark is None or (mark.op, mark.problem) != (op, tuned.key_of(problem)):\n",
+        "    if mark is None:\n",
+        "tests/test_together.py -k examples",
+    ),
+    Mutant(
+        "equal convolutions count as independent where many are chosen together",
+        "jaxconv/_plan/choose.py",
+        "            prediction = measured.features(*of), alone.nearest.plan.kernel\n",
+        "            prediction = op, problem\n",
+        "tests/test_together.py -k behind",
+    ),
+    Mutant(
+        "an argument whose tangent reaches no result is differentiated",
+        "jaxconv/joints/region.py",
+        "        reaches and type(t) is not ad.Zero",
+        "        type(t) is not ad.Zero",
+        "tests/test_regions.py -k without_a_gradient",
     ),
     Mutant(
         "accelerate replaces a batch-norm whose gradient is taken inside",

@@ -269,3 +269,76 @@ def test_debugging_looks_at_results(flag):
         close(jaxconv.accelerate(f)(X, W), f(X, W))
         with pytest.raises(FloatingPointError):
             jaxconv.accelerate(lambda x: jnp.log(conv(x, W) * 0.0 - (1.0 if flag is jax.debug_nans else 0.0)))(X)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What has no derivative, or only one way
+
+
+def halved(x):
+    """x until nothing in it is above 1: nobody can go back through that."""
+    return lax.while_loop(lambda c: (c > 1).any(), lambda c: c * 0.5, x)
+
+
+def looped_mask(w, x):
+    return jnp.where(halved(conv(x, w)) > 0.2, conv(x, w), 0).sum()
+
+
+def looped_weight(w, x):
+    return (conv(x, w) * lax.stop_gradient(halved(conv(x, w)))).sum()
+
+
+def looped_within_jit(w, x):
+    return (conv(x, w) * jax.jit(lambda k: lax.stop_gradient(k))(halved(conv(x, w)))).sum()
+
+
+@pytest.mark.parametrize("f", [looped_mask, looped_weight, looped_within_jit])
+@pytest.mark.parametrize("jit", [True, False])
+def test_a_value_without_a_gradient_may_be_made_by_what_has_none(f, jit):
+    w, x = jnp.full((1, 1, 4, 4), 0.5), jnp.linspace(-1, 1, 16).reshape(1, 2, 2, 4)
+    for i in (0, 1):
+        ours, plain = jax.grad(jaxconv.accelerate(f), i), jax.grad(f, i)
+        assert jnp.allclose((jax.jit(ours) if jit else ours)(w, x), plain(w, x), rtol=1e-5)
+
+
+def largest(w, x):
+    """Of windows and 0: lax has no gradient of it."""
+    return lax.reduce_window(conv(x, w), 0.0, lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
+
+
+def looped(w, x):
+    return jax.jit(halved)(conv(x, w))
+
+
+@pytest.mark.parametrize("f", [largest, looped])
+def test_what_only_goes_forward_goes_forward(f):
+    w, x = jnp.full((1, 1, 4, 4), 0.5), jnp.linspace(-1, 1, 16).reshape(1, 2, 2, 4)
+    ours, plain = (jax.jvp(g, (w, x), (w, x)) for g in (jaxconv.accelerate(f), f))
+    assert all(jnp.allclose(a, b, rtol=1e-5) for a, b in zip(ours, plain, strict=True))
+    for g in (jaxconv.accelerate(f), f):
+        with pytest.raises(ValueError, match=r"Linearization|Reverse-mode"):
+            jax.grad(lambda *args, g=g: g(*args).sum())(w, x)
+
+
+@pytest.mark.parametrize("shape", [(0, 2, 4), (3, 2, 0), (2, 0, 4)])
+def test_a_norm_of_nothing_is_left(shape):
+    def f(x):
+        return (x - x.mean(1, keepdims=True)) * lax.rsqrt(x.var(1, keepdims=True) + 1e-5)
+
+    found = jaxconv.accelerate(f)(jnp.zeros(shape))
+    assert found.shape == shape
+
+
+def test_the_larger_of_z_and_nothing_keeps_its_nan():
+    """At an infinity 0 * z is NaN, where leaky_relu of slope 0 is not."""
+    x = jnp.array([jnp.inf, -jnp.inf, 1.0, -1.0]).reshape(1, 1, 1, 4)
+    w = jnp.eye(4).reshape(1, 1, 4, 4)
+
+    def f(w, x):
+        z = x * 1.0 + lax.conv_general_dilated(
+            jnp.nan_to_num(x, posinf=2.0, neginf=-2.0), w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        )
+        return jnp.maximum(z, 0 * z)
+
+    for g in (jaxconv.accelerate(f), lambda w, x: jaxconv.freeze(f, w)(x)):
+        assert jnp.array_equal(g(w, x), f(w, x), equal_nan=True)

@@ -150,8 +150,8 @@ def test_whoever_chose_xla_gets_it(how, marked, monkeypatch):
 
 def test_gradients_of_examples_are_chosen_anew(code_for_gpus):
     """The program of one example waits; what vmap makes of its two halves is another one."""
-    loss, (ws, x) = network(batch=1, size=28)
-    xs = jax.ShapeDtypeStruct((256, *x.shape), x.dtype)
+    loss, (ws, x) = network(batch=1, size=28, dtype="bfloat16")
+    xs = jax.ShapeDtypeStruct((1024, *x.shape), x.dtype)
     f = jax.grad(jaxconv.accelerate(loss), argnums=(0, 1))
     one, many = convolutions(f, (ws, x)), convolutions(jax.vmap(f, (None, 0)), (ws, xs))
     assert any(together.WAITS in call.plan.reason for call in one)

@@ -34,8 +34,9 @@ class Pattern:
     written_out: bool = False  # not jax.nn's function
 
     def takes(self, slope: float | None) -> bool:
-        """Whether the expression is the activation with this slope: maximum(z, slope * z) is up to 1."""
-        return slope is None or self.result.made_by != "max" or 0 <= slope <= 1
+        """Whether the expression is the activation with this slope: maximum(z, slope * z) is up to 1, and at an
+        infinity NaN if the slope is 0."""
+        return slope is None or self.result.made_by != "max" or 0 < slope <= 1
 
 
 def _jax_nn() -> Iterator[tuple[str, float | None, Callable[..., Any]]]:

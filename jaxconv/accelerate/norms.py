@@ -53,7 +53,7 @@ class Normalised:
 
 
 def find_normalised(v: Value) -> Normalised | None:
-    if not jnp.issubdtype(v.dtype, jnp.floating):
+    if not jnp.issubdtype(v.dtype, jnp.floating) or 0 in v.shape:
         return None
     result, shape, bias, axes = v, v.shape, None, set()
 

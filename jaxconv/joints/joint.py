@@ -19,6 +19,10 @@ from jaxconv.joints.program import Program, evaluate
 from jaxconv.joints.rules import rewrite
 
 
+class OneWay(Exception):
+    """JAX cannot go back through a program: perhaps it can go forward, as through a loop until something holds."""
+
+
 @compat.kept_weakly
 @dataclasses.dataclass(eq=False, repr=False)
 class Joint:
@@ -54,7 +58,11 @@ class Joint:
             return [*outs, *pull(list(args[n:]))]
 
         cts = [compat.cotangent_type(closed.out_avals[i]) for i in main]
-        program = Program(jax.make_jaxpr(joint)(*types, *cts), differentiated=True)
+        try:
+            traced = jax.make_jaxpr(joint)(*types, *cts)
+        except ValueError as error:
+            raise OneWay from error
+        program = Program(traced, differentiated=True)
         for node in program.nodes:  # whoever evaluates them says that they are a derivative
             node.name_stack = compat.scopes_alone(node.name_stack)
         rewrite(program, device)
@@ -164,6 +172,27 @@ def tangents_of(closed: ClosedJaxpr, varied: Sequence[bool]) -> list[bool]:
     return [role > 0 for role in _roles_of(closed, varied)]
 
 
+def reaching(closed: ClosedJaxpr) -> list[bool]:
+    """Of each argument, whether a tangent of it may reach a result. JAX drops the others, and what made them may have
+    no derivative."""
+    return _reaching(closed.jaxpr, [True] * len(closed.jaxpr.outvars))
+
+
+def _reaching(jaxpr: Jaxpr, wanted: Sequence[bool]) -> list[bool]:
+    def differs(atom: Any) -> bool:
+        return not isinstance(atom, Literal) and is_inexact(atom.aval)
+
+    needed = {v for v, wants in zip(jaxpr.outvars, wanted, strict=True) if wants and differs(v)}
+    for eqn in reversed(jaxpr.eqns):
+        outs = [v in needed for v in eqn.outvars]
+        if not any(outs) or eqn.primitive.name in _FLAT:
+            continue
+        inner = None if eqn.primitive.name.startswith("custom_") else _inner(eqn)  # they have derivatives of their own
+        given = [True] * len(eqn.invars) if inner is None else _reaching(inner, outs)
+        needed.update(v for v, reaches in zip(eqn.invars, given, strict=True) if reaches and differs(v))
+    return [v in needed for v in jaxpr.invars]
+
+
 def _roles_of(closed: ClosedJaxpr, varied: Sequence[bool]) -> list[int]:
     return _roles(closed.jaxpr, [2 if v else 0 for v in varied])
 
@@ -208,6 +237,17 @@ def _called(eqn: Any) -> Any:
                 given = [*given[:consts], *grown, *given[consts + carry :]]
 
         return repeated
+    inner = _inner(eqn)
+    if inner is None:
+        return None
+    if name.startswith("custom_"):  # with derivatives of its own, also of what has none otherwise
+        return lambda given: [role or max(given) for role in _roles(inner, given)]
+    return lambda given: _roles(inner, given)
+
+
+def _inner(eqn: Any) -> Jaxpr | None:
+    """The program that an equation only calls, of the same operands."""
+    name, params = eqn.primitive.name, eqn.params
     if name == "jaxconv_region":
         inner = params["program"].closed
     elif name in ("jit", "pjit", "closed_call", "checkpoint", "remat2", "custom_jvp_call", "custom_vjp_call"):
@@ -215,11 +255,7 @@ def _called(eqn: Any) -> Any:
     else:
         return None
     inner = getattr(inner, "jaxpr", inner)
-    if inner is None or len(inner.invars) != len(eqn.invars):
-        return None
-    if name.startswith("custom_"):  # with derivatives of its own, also of what has none otherwise
-        return lambda given: [role or max(given) for role in _roles(inner, given)]
-    return lambda given: _roles(inner, given)
+    return inner if inner is not None and len(inner.invars) == len(eqn.invars) else None
 
 
 # ----------------------------------------------------------------------------------------------------------------------

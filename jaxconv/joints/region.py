@@ -24,7 +24,7 @@ from jax.interpreters import ad, batching, mlir
 from jaxconv import _plan
 from jaxconv._core import compat, primitives, sharding
 from jaxconv._plan import in_place
-from jaxconv.joints.joint import Joint, is_inexact, tangents_of
+from jaxconv.joints.joint import Joint, OneWay, is_inexact, reaching, tangents_of
 from jaxconv.joints.program import Program
 from jaxconv.joints.rules import rewrite
 
@@ -52,6 +52,11 @@ class Body:
 
     def plain(self, *args: Array) -> list[Array]:
         return jaxpr_as_fun(self.closed)(*args)
+
+    @functools.cached_property
+    def reaching(self) -> list[bool]:
+        """Of each argument, whether a tangent of it may reach a result."""
+        return reaching(self.closed)
 
     def rewritten(self, device: _plan.Device | None) -> Callable[..., list[Array]]:
         """The program as it is best computed on `device`, where nobody differentiates it."""
@@ -154,15 +159,25 @@ def _batch(axis: Any, args: Sequence[Array], dims: Sequence[int | None], *, prog
 
 
 def _jvp(primals: Sequence[Array], tangents: Sequence[Any], *, program: Body) -> Any:
-    varied = tuple(type(t) is not ad.Zero and t.dtype != jax.dtypes.float0 for t in tangents)
+    varied = tuple(
+        reaches and type(t) is not ad.Zero and t.dtype != jax.dtypes.float0
+        for t, reaches in zip(tangents, program.reaching, strict=True)
+    )
     zero = [ad.Zero(aval.to_tangent_aval()) for aval in program.closed.out_avals]
-    if program.on_cpu is not None and any(varied) and _plan.Device.default().platform == "cpu":
-        # As JAX differentiates what was written: rules that fuse gradients are of kernels that only GPUs have.
+
+    def as_jax(f: Callable[..., list[Array]]) -> Any:
         given = [t if v else z for t, v, z in zip(tangents, varied, map(_zero_like, primals), strict=True)]
-        outs, outs_t = primitives.jvp_of_varied(program.on_cpu, primals, given)
+        outs, outs_t = primitives.jvp_of_varied(f, primals, given)
         moves = tangents_of(program.closed, varied)
         return outs, [t if m else z for t, m, z in zip(outs_t, moves, zero, strict=True)]
-    joint = program.joint(varied, [jax.typeof(a) for a in primals]) if any(varied) else None
+
+    if program.on_cpu is not None and any(varied) and _plan.Device.default().platform == "cpu":
+        # As JAX differentiates what was written: rules that fuse gradients are of kernels that only GPUs have.
+        return as_jax(program.on_cpu)
+    try:
+        joint = program.joint(varied, [jax.typeof(a) for a in primals]) if any(varied) else None
+    except OneWay:
+        return as_jax(program.plain)
     if joint is None:
         return region.bind(*primals, program=program), zero
     outs, kept = joint.forward(primals)
