@@ -29,7 +29,7 @@ import jax
 from benchmarks import fit, limits, record, regret_runs
 from benchmarks.ops.base import Job, Setting
 from benchmarks.ops.conv import ConvCase
-from benchmarks.run import make_sets
+from benchmarks.run import make_sets, maker
 from jaxconv import _plan
 from jaxconv._plan import model
 from jaxconv._problem import ConvProblem
@@ -40,6 +40,7 @@ FLOPS = 4e12
 SLOW = ("direct", "im2col")  # for what nothing else runs
 WORSE = (1.05, 1.20)  # of XLA's time: reported
 BATCH = 4  # problems a thread compiles before they are timed
+ROUNDS = 2  # of timing: each is a session of the profiler for each kernel
 
 
 def draw(seed: int, n: int) -> list[tuple[ConvCase, str, Setting]]:
@@ -118,6 +119,7 @@ class Prepared:
     problem: ConvProblem
     choice: _plan.Plan
     jobs: dict[str, Job]  # "xla", and kernels by `Plan.spec`
+    make: Any  # its arrays of a key, compiled
     compiled: dict[str, Any]  # what ran through
     failed: dict[str, str]  # cuDNN without an algorithm, a kernel that refuses: the others still count
 
@@ -139,7 +141,8 @@ def prepare(case: ConvCase, pass_: str, setting: Setting) -> Prepared | None:
         jobs[plan.spec] = case.ours(pass_, setting, algorithm=plan.spec)
     if choice.implementation == "native" and choice.spec not in jobs:
         jobs[choice.spec] = case.ours(pass_, setting, algorithm=choice.spec)
-    arrays = jax.eval_shape(lambda key: case.arrays(setting, key), jax.random.key(0))
+    make = maker(case, setting)
+    arrays = jax.eval_shape(make, jax.random.key(0))
     compiled: dict[str, Any] = {}
     failed: dict[str, str] = {}
     for name, job in jobs.items():
@@ -147,7 +150,8 @@ def prepare(case: ConvCase, pass_: str, setting: Setting) -> Prepared | None:
             compiled[name] = jax.jit(job.f).lower(*job.arguments(arrays)).compile()
         except Exception as error:
             failed[name] = _first_line(error)
-    return Prepared(case, pass_, setting, op, problem, choice, jobs, compiled, failed)
+    made = make.lower(jax.random.key(0)).compile()
+    return Prepared(case, pass_, setting, op, problem, choice, jobs, made, compiled, failed)
 
 
 def prepared(
@@ -173,7 +177,7 @@ def prepared(
 def measure(by: Prepared, args: argparse.Namespace) -> dict[str, Any]:
     """Milliseconds by kernel and of XLA, and the plan's choice."""
     case, setting, failed = by.case, by.setting, dict(by.failed)
-    sets = make_sets(case, setting)
+    sets = make_sets(case, setting, by.make)
     programs = {}
     for name, compiled in by.compiled.items():
         job = by.jobs[name]
@@ -186,7 +190,7 @@ def measure(by: Prepared, args: argparse.Namespace) -> dict[str, Any]:
             programs[name] = program
         except Exception as error:  # out of memory, a launcher that refuses
             failed[name] = _first_line(error)
-    timings = timing.measure(programs, repeat=args.repeat, seconds=0.05) if programs else {}
+    timings = timing.measure(programs, repeat=args.repeat, seconds=0.05, rounds=ROUNDS) if programs else {}
     chosen = by.choice.spec if by.choice.implementation == "native" else "xla"
     return {
         "case": case.name,

@@ -9,7 +9,7 @@ import math
 import pathlib
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -129,9 +129,14 @@ def chosen_cases(args: argparse.Namespace, op: str) -> list[Case]:
 # One problem
 
 
-def make_sets(case: Case, setting: Setting) -> list[Arrays]:
-    """As many random input sets as keep every call's inputs out of cache."""
-    make = jax.jit(lambda key: case.arrays(setting, key))
+def maker(case: Case, setting: Setting) -> Any:
+    """A jitted function: the case's random arrays, of a key."""
+    return jax.jit(lambda key: case.arrays(setting, key))
+
+
+def make_sets(case: Case, setting: Setting, make: Callable[[Any], Arrays] | None = None) -> list[Arrays]:
+    """As many random input sets as keep every call's inputs out of cache. `make`: a compiled `maker`."""
+    make = make or maker(case, setting)
     count = timing.set_count(case.set_elements * limits.ITEM_BYTES[setting.dtype], jax.devices()[0])
     return [make(key) for key in jax.random.split(jax.random.key(0), count)]
 
