@@ -14,6 +14,7 @@ import jaxconv
 from jaxconv import _plan
 from jaxconv._plan import choose, model, together, tuned
 from jaxconv._plan.plan import Nearest, Plan
+from jaxconv._problem import Together
 from jaxconv.joints import told
 
 KERNEL = Plan("native", "", "sm90/product")
@@ -88,7 +89,7 @@ def network(batch, size=32, dtype="float32", depth=10):
 def convolutions(f, args, device=H200):
     with _plan.Device.assumed(device):
         explained = jaxconv.explain(f)(*args)
-    return [call for call in explained if call.op.startswith("conv") and "dense" not in call.op]
+    return [call for call in explained if call.op.startswith("conv")]
 
 
 @pytest.mark.parametrize("use", ["answers", "gradients"])
@@ -141,9 +142,8 @@ def test_whoever_chose_xla_gets_it(how, marked, monkeypatch):
         made = _plan.plan("conv", marked, H200)
         jaxlib, version = tuned.versions()
         times = dict(xla_ms=1.0, native_ms={made.spec: 2.0}, choice="xla")
-        key = tuned.key_of(marked)
-        entry = tuned.Entry("conv_fprop", key, str(marked), H200.kind, jaxlib, version, **times)
-        within = tuned.applied(tuned.Results([dataclasses.replace(entry, op="conv")]))
+        entry = tuned.Entry("conv", tuned.key_of(marked), str(marked), H200.kind, jaxlib, version, **times)
+        within = tuned.applied(tuned.Results([entry]))
     with within:
         assert _plan.plan("conv", problem, device).implementation == "xla"
 
@@ -207,11 +207,14 @@ def test_explain_prints_the_program_that_runs(code_for_gpus):
 
 
 def test_of_float16_no_kernel_that_spreads_infinities(code_for_gpus):
-    loss, args = network(batch=1, size=16, dtype="float16")
-    for call in convolutions(jaxconv.accelerate(loss), args):
-        if call.problem.together and call.plan.implementation == "native":
-            planner = choose.PLANNERS[call.op]
-            assert not planner.spreads(call.plan.kernel, call.problem)
+    """Groups of less than eight channels, whatever a mark says."""
+    x, w = (jax.ShapeDtypeStruct(s, "float16") for s in ((1, 16, 16, 64), (3, 3, 4, 64)))
+    (call,) = convolutions(lambda x, w: jaxconv.conv2d(x, w, padding="SAME", groups=16), (x, w))
+    mark = Together(call.op, tuned.key_of(call.problem), waits=True)
+    planner, problem = choose.PLANNERS[call.op], dataclasses.replace(call.problem, together=mark)
+    assert any(planner.spreads(plan.kernel, problem) for plan in choose.every(call.op, problem, H200))
+    plan = _plan.plan(call.op, problem, H200)
+    assert plan.implementation != "native" or not planner.spreads(plan.kernel, problem)
 
 
 def test_a_mark_makes_no_other_problem_of_what_was_tuned(marked):
