@@ -261,15 +261,15 @@ MUTANTS = [
     ),
     Mutant(
         "convolutions that are chosen together are so whatever they have become",
-        "jaxconv/_plan/choose.py",
+        "jaxconv/_plan/together.py",
         "    if mark is None or (mark.op, mark.problem) != (op, tuned.key_of(problem)):\n",
         "    if mark is None:\n",
         "tests/test_together.py -k examples",
     ),
     Mutant(
         "equal convolutions count as independent where many are chosen together",
-        "jaxconv/_plan/choose.py",
-        "            prediction = measured.features(*of), alone.nearest.plan.kernel\n",
+        "jaxconv/_plan/together.py",
+        "            prediction = measured.features(*within), plan.nearest.plan.kernel\n",
         "            prediction = op, problem\n",
         "tests/test_together.py -k behind",
     ),

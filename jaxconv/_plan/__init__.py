@@ -12,7 +12,6 @@ from jaxconv._plan.choose import (
     missing,
     natively,
     plan,
-    plan_together,
     remembered,
     supports,
     tiles,
@@ -23,6 +22,7 @@ from jaxconv._plan.dense import GATED, GATED_GRADIENT, GRADIENT
 from jaxconv._plan.ops import OPS
 from jaxconv._plan.plan import Device, Plan, Problem
 from jaxconv._plan.planner import disabled
+from jaxconv._plan.together import plan_together
 
 __all__ = [
     "GATED",

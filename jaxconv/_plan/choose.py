@@ -10,19 +10,17 @@ What an op adds to that is its planner's (`planner.py`). One whose choice follow
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import contextvars
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any, TypeVar
 
 from jaxconv._core import native
-from jaxconv._plan import in_place, measured, model, together, tuned
+from jaxconv._plan import in_place, measured, model, tuned
 from jaxconv._plan.plan import Candidate, Device, Nearest, Plan, Problem
 from jaxconv._plan.planner import NOTHING, PARTITIONED, PLANNERS, XLA_ASKED, Planner, asked, disabled_text
-from jaxconv._problem import ConvProblem, Together
 
 P = TypeVar("P")
 
@@ -152,23 +150,13 @@ def fastest(op: str, problem: Problem, device: Device) -> Plan:
         return dataclasses.replace(other, candidates=candidates)
     if best is None:
         return planner.instead(why + _unsafe([own.kernel for own in plans if own not in safe]), candidates)
-    reason = why if best.wins else _with_others(planner.op, problem, best)
-    if reason is not None:
-        ms = best.xla_ms / best.ratio
-        return dataclasses.replace(best.plan, reason=reason, candidates=candidates, ms=ms)
-    own = planner.instead(why + _unsafe([own.kernel for own in plans if own not in safe]), candidates)
     nearest = Nearest(best.plan, best.xla_ms, best.ratio, best.deviation)
-    return dataclasses.replace(own, ms=best.xla_ms, nearest=nearest)
-
-
-def _with_others(op: str, problem: Problem, best: _Weighed) -> str | None:
-    """Why the kernel is taken though it is not surely faster: because of other convolutions of the program. None where
-    nobody says so of this very op and problem. It may be planned for another device than the program."""
-    mark: Together | None = getattr(problem, "together", None)
-    if mark is None or (mark.op, mark.problem) != (op, tuned.key_of(problem)):
-        return None
-    near = best.ratio >= 1 or best.xla_ms * (1 / best.ratio - 1) <= together.LAUNCH_MS
-    return f"{best.why}; {together.WAITS if mark.waits else together.WORTH}" if near else None
+    others = None if best.wins else planner.with_others(problem, nearest)
+    if best.wins or others is not None:
+        reason = why if others is None else f"{why}; {others}"
+        return dataclasses.replace(best.plan, reason=reason, candidates=candidates, ms=nearest.ms)
+    own = planner.instead(why + _unsafe([own.kernel for own in plans if own not in safe]), candidates)
+    return dataclasses.replace(own, ms=nearest.xla_ms, nearest=nearest)
 
 
 def _safe(planner: Planner, problem: Problem, device: Device) -> list[Plan]:
@@ -298,49 +286,6 @@ def _by_prediction(own: Plan, xla_ms: float, kernel: model.Prediction, m: measur
 
 def _percent(deviation: float) -> str:
     return f"{100 * math.expm1(deviation):.0f} %"
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Many convolutions of one program
-
-
-def plan_together(ops: Iterable[tuple[str, Any]], device: Device) -> dict[tuple[str, Any], Any]:
-    """Of a program's ops, the convolutions that are XLA's alone, and native code's together with the others: by op and
-    problem, the problem that says so."""
-    if device.platform != "cuda" or device.partitioned or missing(device) is not None:
-        return {}
-    known: list[float] = []
-    equal: dict[Any, list[tuple[tuple[str, ConvProblem], tuple[str, ConvProblem], Nearest, int]]] = {}
-    for (op, problem), count in collections.Counter(ops).items():
-        if op not in PLANNERS:
-            continue
-        of, alone = (op, problem), plan(op, problem, device)
-        if op in _ALONE and alone.implementation == "calls":
-            of = _ALONE[op](problem)
-            alone = plan(*of, device)
-        if alone.ms is not None:
-            known += [alone.ms] * count
-        if alone.nearest is not None and type(problem) is ConvProblem:
-            # Whatever stands behind it, its times are the same prediction.
-            prediction = measured.features(*of), alone.nearest.plan.kernel
-            equal.setdefault(prediction, []).append(((op, problem), of, alone.nearest, count))
-    unsure = {together.Unsure(these[0][2], sum(count for *_, count in these)): these for these in equal.values()}
-    found = {}
-    for one, waits in together.taken([*unsure], together.waits(known)):
-        for (op, problem), of, *_ in unsure[one]:
-            mark = Together(of[0], tuned.key_of(of[1]), waits)
-            marked = dataclasses.replace(problem, together=mark)
-            # XLA's convolution adds a residual in its own pass, so a kernel that cannot is no gain.
-            if op != "conv_add" or plan(op, marked, device).implementation == "native":
-                found[op, problem] = marked
-    return found
-
-
-# The convolution in an op that may be several calls
-_ALONE: dict[str, Callable[[ConvProblem], tuple[str, ConvProblem]]] = {
-    "conv_add": lambda p: ("conv" if p.bias else "conv_fprop", p.affine()),
-    "conv_dgrad_add": lambda p: ("conv_dgrad", p.bare()),
-}
 
 
 # ----------------------------------------------------------------------------------------------------------------------

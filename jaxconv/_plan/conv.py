@@ -22,9 +22,10 @@ from jaxconv._plan import (
     planes,
     sm90,
     stem,
+    together,
     tuned,
 )
-from jaxconv._plan.plan import Device, Plan, itemsize, known
+from jaxconv._plan.plan import Device, Nearest, Plan, itemsize, known
 from jaxconv._plan.planner import CUDA_ONLY, NO_SUCH_KERNEL, Features, Planner, calls, log2, plans_of
 from jaxconv._problem import ConvProblem, family_of
 
@@ -142,6 +143,12 @@ class Conv(Planner):
 
     def empty(self, p: ConvProblem) -> bool:
         return known(p.batch) and p.batch == 0
+
+    def within(self, p: ConvProblem) -> tuple[str, ConvProblem] | None:
+        return (self.op, p) if self.op in ("conv", "conv_fprop", "conv_dgrad", "conv_wgrad") else None
+
+    def with_others(self, p: ConvProblem, nearest: Nearest) -> str | None:
+        return together.holds(self.op, p, nearest) if self.within(p) is not None else None
 
     def spreads(self, kernel: str, p: ConvProblem) -> bool:
         """Whether fprop multiplies x by zeros that stand for other channels or columns: an infinity makes NaN in

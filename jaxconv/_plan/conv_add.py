@@ -20,6 +20,11 @@ def _alone(p: ConvProblem) -> str:
 class ConvAdd(conv.Conv):
     """By the plan of the convolution alone, whose time is known."""
 
+    with_the_add = True
+
+    def within(self, p: ConvProblem) -> tuple[str, ConvProblem] | None:
+        return _alone(p), p.affine()
+
     def composed(self, p: ConvProblem, device: Device) -> Plan:
         two = calls("two", "a convolution, then an add")
         op = _alone(p)

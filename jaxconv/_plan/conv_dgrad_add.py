@@ -30,6 +30,9 @@ class DgradAdd(conv.Conv):
     families = ("sm90", "narrow", "depthwise")
     of_others = "only sm90, narrow and depthwise/rows_mma can add to a dgrad"
 
+    def within(self, p: ConvProblem) -> tuple[str, ConvProblem] | None:
+        return "conv_dgrad", p.bare()
+
     def made(self, algorithm: str, p: ConvProblem, device: Device) -> Plan | str:
         plan = super().made(algorithm, p, device)
         if isinstance(plan, str) or device.platform == "cpu":

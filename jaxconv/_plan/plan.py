@@ -132,6 +132,10 @@ class Nearest:
     ratio: float  # XLA's time over the kernel's, measured or predicted
     deviation: float  # of the ratio's logarithm: how far it is off, typically
 
+    @property
+    def ms(self) -> float:
+        return self.xla_ms / self.ratio
+
 
 @dataclasses.dataclass(frozen=True)
 class Plan:

@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from jaxconv._plan.plan import Candidate, Device, Plan, known
+from jaxconv._plan.plan import Candidate, Device, Nearest, Plan, known
 
 Features = tuple[str, tuple[Any, ...], tuple[float, ...]]  # (op as measured, kind, coordinates)
 
@@ -93,6 +93,17 @@ class Planner:
 
     def overruled(self, p: Any, device: Device, best: Plan | None) -> Plan | None:
         """The plan whatever the times say, where `best` is the kernel that they know most of; else None."""
+        return None
+
+    # ---- the other convolutions of a program (together.py)
+    with_the_add = False  # XLA's kernel adds in its own pass, so that a kernel of ours which cannot gains nothing
+
+    def within(self, p: Any) -> tuple[str, Any] | None:
+        """(op, problem) of the convolution in p that may be chosen together with others; None where there is none."""
+        return None
+
+    def with_others(self, p: Any, nearest: Nearest) -> str | None:
+        """Why the kernel is taken though it is not surely faster; None where no program says so."""
         return None
 
     def spreads(self, kernel: str, p: Any) -> bool:

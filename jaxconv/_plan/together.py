@@ -11,12 +11,16 @@ is in the graph, and may even take a little longer.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
-from jaxconv._plan import model
-from jaxconv._plan.plan import Nearest
+from jaxconv._plan import choose, measured, model, tuned
+from jaxconv._plan.plan import Device, Nearest
+from jaxconv._plan.planner import PLANNERS
+from jaxconv._problem import Together
 
 # A program waits for its host if its convolutions, products and norms take less than this on average: in steps and
 # answers of ten networks with default options (H100, H200) the host took 21 to 32 us for each. Fewer calls may be a
@@ -24,7 +28,7 @@ from jaxconv._plan.plan import Nearest
 WAITS_MS = 0.03
 LEAST_CALLS = 8
 # By so much a kernel of ours may be slower then: about the gap between two launches in a graph. Outside of one cuDNN's
-# convolution takes the host 13 us.
+# convolution takes the host 13 to 16 us.
 LAUNCH_MS = 0.002
 # And by no more than this may its time be off, which is about what the host takes to launch it otherwise.
 OFF_MS = 0.01
@@ -48,7 +52,7 @@ class Unsure:
 
     @property
     def ms(self) -> float:
-        return self.xla_ms / self.nearest.ratio
+        return self.count * self.nearest.ms
 
 
 def waits(calls_ms: Sequence[float]) -> bool:
@@ -67,7 +71,7 @@ def taken(unsure: Sequence[Unsure], waiting: bool) -> list[tuple[Unsure, bool]]:
 
 
 def _may_wait(one: Nearest) -> bool:
-    return one.xla_ms * one.deviation <= OFF_MS and one.xla_ms * (1 / one.ratio - 1) <= LAUNCH_MS
+    return one.xla_ms * one.deviation <= OFF_MS and one.ms - one.xla_ms <= LAUNCH_MS
 
 
 def _sure(these: Sequence[Unsure]) -> bool:
@@ -77,3 +81,44 @@ def _sure(these: Sequence[Unsure]) -> bool:
     squares = sum(part * part for part in parts)
     deviation = math.sqrt((1 - ALIKE) * squares + ALIKE * sum(parts) ** 2)
     return model.sure(sum(one.xla_ms for one in these) / ms, deviation)
+
+
+def plan_together(ops: Iterable[tuple[str, Any]], device: Device) -> dict[tuple[str, Any], Any]:
+    """Of a program's ops, the convolutions that are XLA's alone, and native code's together with the others: by op and
+    problem, the problem that says so."""
+    if device.platform != "cuda" or device.partitioned or choose.missing(device) is not None:
+        return {}
+    known: list[float] = []
+    equal: dict[Any, list[tuple[tuple[str, Any], tuple[str, Any], Nearest, int]]] = {}
+    for (op, problem), count in collections.Counter(ops).items():
+        if op not in PLANNERS:
+            continue
+        within, plan = PLANNERS[op].within(problem), choose.plan(op, problem, device)
+        if within is not None and plan.implementation == "calls":
+            plan = choose.plan(*within, device)
+        if plan.ms is not None:
+            known += [plan.ms] * count
+        if within is not None and plan.nearest is not None:
+            # Whatever stands behind it, its times are the same prediction.
+            prediction = measured.features(*within), plan.nearest.plan.kernel
+            equal.setdefault(prediction, []).append(((op, problem), within, plan.nearest, count))
+    unsure = {Unsure(these[0][2], sum(count for *_, count in these)): these for these in equal.values()}
+    found = {}
+    for one, waits_for_host in taken([*unsure], waits(known)):
+        for (op, problem), (of_op, of_problem), *_ in unsure[one]:
+            mark = Together(of_op, tuned.key_of(of_problem), waits_for_host)
+            marked = dataclasses.replace(problem, together=mark)
+            if not PLANNERS[op].with_the_add or choose.plan(op, marked, device).implementation == "native":
+                found[op, problem] = marked
+    return found
+
+
+def holds(op: str, problem: Any, nearest: Nearest) -> str | None:
+    """Why the nearest kernel runs a problem: because its mark is of this very op and problem. None otherwise, also
+    where the kernel is too slow: it may be planned for another device than the program."""
+    mark: Together | None = problem.together
+    if mark is None or (mark.op, mark.problem) != (op, tuned.key_of(problem)):
+        return None
+    if nearest.ratio < 1 and nearest.ms - nearest.xla_ms > LAUNCH_MS:
+        return None
+    return WAITS if mark.waits else WORTH
