@@ -781,8 +781,8 @@ def took(monkeypatch):
     def set_up(row: Row) -> list[str]:
         wanted, applied = row.wants.split(), []
 
-        def rewrite(program: Any, device: Any) -> list[str]:
-            names = rules.rewrite(program, device)
+        def rewrite(program: Any, device: Any, **how: Any) -> list[str]:
+            names = rules.rewrite(program, device, **how)
             applied.extend(names)
             return names
 

@@ -3,6 +3,7 @@ need not be here."""
 
 import contextlib
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -103,6 +104,19 @@ def test_a_program_that_waits_for_its_host_leaves_few_to_cudnn(use, code_for_gpu
         alone = _plan.plan(call.op, dataclasses.replace(call.problem, together=None), H200)
         assert alone.implementation != "native" and call.plan.implementation == "native"
         assert together.WAITS in call.plan.reason and together.WAITS not in alone.reason
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_a_frozen_program_waits_unless_graphs_hold_cudnns_convolutions_too(captured, code_for_gpus):
+    """Called by itself it is captured; part of somebody's program it is what XLA makes of that by default."""
+    loss, (ws, x) = network(batch=1, size=16)
+    frozen = jaxconv.freeze(loss, jax.tree.map(lambda a: np.ones(a.shape, a.dtype), ws))
+    calls = convolutions(frozen, (x,))
+    if captured:
+        (program,) = {*frozen._function.programs.values()}
+        calls = convolutions(functools.partial(program.run, captured=True), (frozen._weights_of(program), [x]))
+    reasons = [call.plan.reason for call in calls]
+    assert len(reasons) >= 1 and any(together.WAITS in reason for reason in reasons) != captured
 
 
 def test_what_runs_alone_is_chosen_alone(code_for_gpus):

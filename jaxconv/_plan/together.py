@@ -83,9 +83,10 @@ def _sure(these: Sequence[Unsure]) -> bool:
     return model.sure(sum(one.xla_ms for one in these) / ms, deviation)
 
 
-def plan_together(ops: Iterable[tuple[str, Any]], device: Device) -> dict[tuple[str, Any], Any]:
+def plan_together(ops: Iterable[tuple[str, Any]], device: Device, captured: bool = False) -> dict[tuple[str, Any], Any]:
     """Of a program's ops, the convolutions that are XLA's alone, and native code's together with the others: by op and
-    problem, the problem that says so."""
+    problem, the problem that says so. `captured`: whether CUDA graphs hold cuDNN's convolutions too, so that it is no
+    reason that the program waits for its host."""
     if device.platform != "cuda" or device.partitioned or choose.missing(device) is not None:
         return {}
     known: list[float] = []
@@ -104,7 +105,7 @@ def plan_together(ops: Iterable[tuple[str, Any]], device: Device) -> dict[tuple[
             equal.setdefault(prediction, []).append(((op, problem), within, plan.nearest, count))
     unsure = {Unsure(these[0][2], sum(count for *_, count in these)): these for these in equal.values()}
     found = {}
-    for one, waits_for_host in taken([*unsure], waits(known)):
+    for one, waits_for_host in taken([*unsure], waits(known) and not captured):
         for (op, problem), (of_op, of_problem), *_ in unsure[one]:
             mark = Together(of_op, tuned.key_of(of_problem), waits_for_host)
             marked = dataclasses.replace(problem, together=mark)

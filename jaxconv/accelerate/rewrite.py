@@ -381,11 +381,11 @@ class Rewriting:
         if not self.changed:
             outs = jaxpr_as_fun(self._closed)(*args)
             return [of_type(out, v) for out, v in zip(outs, self.graph.outputs, strict=True)]
-        parts = [(apart, list(nodes)) for apart, nodes in itertools.groupby(self._schedule(), _stands_apart)]
+        parts = region.parts(self._schedule())
         traced = any(isinstance(const, jax.core.Tracer) for const in self._closed.consts)
         on_cpu = None
-        if self.differs and len(parts) == 1 and not parts[0][0] and not traced:
-            on_cpu = self._on_cpu
+        if self.differs and len(parts) == 1 and not parts[0].apart and not traced:
+            on_cpu = self.graph.inputs, self.graph.outputs, self._on_cpu
         elif self.differs and _plan.Device.default().platform == "cpu":
             return self._other().run(*args)
         return self._run(parts, args, on_cpu)
@@ -403,19 +403,14 @@ class Rewriting:
         self._evaluate(self._schedule(), known)
         return [of_type(_read(known, v), v) for v in self.graph.outputs]
 
-    def _run(
-        self, parts: Sequence[tuple[bool, list[Node]]], args: Sequence[Array], on_cpu: Callable[..., Any] | None
-    ) -> list[Array]:
+    def _run(self, parts: Sequence[region.Part], args: Sequence[Array], on_cpu: region.Whole | None) -> list[Array]:
         known: dict[Value, Any] = dict(zip(self.graph.inputs, args, strict=True))
-        for i, (apart, nodes) in enumerate(parts):
-            if apart:
-                self._evaluate(nodes, known)
-                continue
-            later = {v for _, others in parts[i + 1 :] for node in others for v in node.inputs}
-            later.update(self.graph.outputs)
-            self._evaluate_as_region(nodes, known, later, on_cpu)
+        region.run_parts(parts, known, self.graph.outputs, self._made, self._evaluate, on_cpu=on_cpu)
         outs = [of_type(_read(known, v), v) for v in self.graph.outputs]
         return [as_varying(out, aval) for out, aval in zip(outs, self._closed.out_avals, strict=True)]
+
+    def _made(self, node: Node) -> list[Value]:
+        return [v for v in node.outputs if self._maker.get(v, node) is node]
 
     def _evaluate(self, nodes: Sequence[Node], known: dict[Value, Any]) -> None:
         for node in nodes:
@@ -424,45 +419,9 @@ class Rewriting:
                 if self._maker.get(v, node) is node:
                     known[v] = out
 
-    def _evaluate_as_region(
-        self,
-        nodes: Sequence[Node],
-        known: dict[Value, Any],
-        later: set[Value],
-        on_cpu: Callable[..., list[Array]] | None = None,
-    ) -> None:
-        """`on_cpu`: the whole function, for CPUs."""
-        made = {v for node in nodes for v in node.outputs}
-        reads = dict.fromkeys(v for node in nodes for v in node.inputs if v not in made and not isinstance(v, Constant))
-        makers = self._maker
-        wanted = dict.fromkeys(v for node in nodes for v in node.outputs if v in later and makers.get(v, node) is node)
-        given = {v: known[v] for v in reads}
-
-        def part(*values: Array) -> list[Array]:
-            inside = dict(zip(given, values, strict=True))
-            self._evaluate(nodes, inside)
-            return [inside[v] for v in wanted]
-
-        def part_on_cpu(*values: Array) -> list[Array]:
-            # What the region does not read, the function does not need.
-            inside = dict(zip(given, values, strict=True))
-            found = dict(zip(self.graph.outputs, on_cpu(*(inside[v] for v in self.graph.inputs)), strict=True))
-            return [found[v] for v in wanted]
-
-        if on_cpu is not None:
-            given = {v: known[v] for v in self.graph.inputs}
-        arrays = (of_type(a, v) for v, a in given.items())
-        outs = region.call(part, *arrays, on_cpu=None if on_cpu is None else part_on_cpu)
-        known.update(zip(wanted, outs, strict=True))
-
 
 def _read(known: dict[Value, Any], v: Value) -> Any:
     return v.value if isinstance(v, Constant) else known[v]
-
-
-def _stands_apart(node: Node) -> bool:
-    """Whether it is no part of a region: it has an effect, or nobody can go back through it."""
-    return not region.may_hold(node.eqn.effects) or node.name in ("while", "pure_callback")
 
 
 # The equations that carry functions, and the parameters that hold them.

@@ -30,6 +30,7 @@ from jaxconv._core.graph import (
     of_type,
     plain,
 )
+from jaxconv.joints import region
 
 # Operations that are as well done again where their result is read: they cost no pass of their own.
 ELEMENTWISE = frozenset(
@@ -236,14 +237,16 @@ class Split:
         wanted = [w.value for w in self.weights]
         return _evaluate(self._behind(wanted), known, wanted)
 
-    def run(self, weights: Sequence[Array], free: Sequence[Array]) -> list[Array]:
-        """The results, of the weights and the arguments that are not bound."""
+    def run(self, weights: Sequence[Array], free: Sequence[Array], captured: bool = False) -> list[Array]:
+        """The results, of the weights and the arguments that are not bound. What has no effects is a region.
+        `captured`: whether CUDA graphs hold all that it launches."""
         known = dict(zip([*(w.value for w in self.weights), *self.free], [*weights, *free], strict=True))
-        outs = _evaluate(self.late, known, self.graph.outputs)
-        return [of_type(out, v) for out, v in zip(outs, self.graph.outputs, strict=True)]
+        parts, results = region.parts(self.late), self.graph.outputs
+        region.run_parts(parts, known, results, lambda node: node.outputs, _evaluate, captured=captured)
+        return [of_type(out, v) for out, v in zip(_evaluate((), known, results), results, strict=True)]
 
 
-def _evaluate(nodes: Iterable[Node], known: dict[Value, Any], wanted: Iterable[Value]) -> list[Any]:
+def _evaluate(nodes: Iterable[Node], known: dict[Value, Any], wanted: Iterable[Value] = ()) -> list[Any]:
     def read(v: Value) -> Any:
         return v.value if isinstance(v, Constant) and v not in known else known[v]
 

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,7 @@ from jax.interpreters import ad, batching, mlir
 
 from jaxconv import _plan
 from jaxconv._core import compat, primitives, sharding
+from jaxconv._core.graph import Constant, Node, Value, of_type
 from jaxconv._plan import in_place
 from jaxconv.joints.joint import Joint, OneWay, is_inexact, reaching, tangents_of
 from jaxconv.joints.program import Program
@@ -40,10 +42,12 @@ class Body:
         closed: ClosedJaxpr,
         on_cpu: Callable[..., list[Array]] | None = None,
         asked: in_place.Asked | None = None,
+        captured: bool = False,
     ):
         """`on_cpu`: the program for CPUs, where that is another one. It is traced when somebody asks for it. `asked`:
-        who asks for choices made in place. A region is differentiated and lowered after its maker has returned."""
-        self.closed, self.on_cpu, self.asked = closed, on_cpu, asked
+        who asks for choices made in place. A region is differentiated and lowered after its maker has returned.
+        `captured`: whether CUDA graphs hold all that it launches, cuDNN's convolutions too."""
+        self.closed, self.on_cpu, self.asked, self.captured = closed, on_cpu, asked, captured
         self._of_cpu: ClosedJaxpr | None = None
         self._joints: dict[Any, Joint | None] = {}
 
@@ -63,7 +67,7 @@ class Body:
         if device is None:
             return self.plain
         program = Program(self.of(device))
-        rewrite(program, device)
+        rewrite(program, device, captured=self.captured)
         return program.run
 
     def of(self, device: _plan.Device | None) -> ClosedJaxpr:
@@ -98,10 +102,12 @@ def call(
     *args: Array,
     on_cpu: Callable[..., list[Array]] | None = None,
     asked: in_place.Asked | None = None,
+    captured: bool = False,
 ) -> list[Array]:
     """f of arrays as a region; `on_cpu`, which closes over no tracers, in its place on a CPU. `asked`: who asks for
-    choices made in place, if not whoever does so here."""
-    return bind(jax.make_jaxpr(lambda *args: list(f(*args)))(*args), *args, on_cpu=on_cpu, asked=asked)
+    choices made in place, if not whoever does so here. `captured`: as of a Body."""
+    closed = jax.make_jaxpr(lambda *args: list(f(*args)))(*args)
+    return bind(closed, *args, on_cpu=on_cpu, asked=asked, captured=captured)
 
 
 def bind(
@@ -109,18 +115,75 @@ def bind(
     *args: Array,
     on_cpu: Callable[..., list[Array]] | None = None,
     asked: in_place.Asked | None = None,
+    captured: bool = False,
 ) -> list[Array]:
     """The region of a jaxpr. Tracers among its constants become arguments."""
     closed, traced = compat.without_traced_constants(closed)
     if on_cpu is not None and traced:
         given, count = on_cpu, len(traced)
         on_cpu = lambda *args: given(*args[count:])  # noqa: E731
-    return region.bind(*traced, *args, program=Body(closed, on_cpu, asked or in_place.asked()))
+    return region.bind(*traced, *args, program=Body(closed, on_cpu, asked or in_place.asked(), captured))
 
 
-def may_hold(effects: Any) -> bool:
-    """Whether an equation with these effects can be in a region: none but that it speaks of a named axis."""
-    return all(type(effect).__name__ == "NamedAxisEffect" for effect in effects)
+# ----------------------------------------------------------------------------------------------------------------------
+# A program's nodes as regions
+
+
+class Part(NamedTuple):
+    apart: bool  # no region: it has an effect, or nobody can go back through it
+    nodes: list[Node]
+
+
+# A program: inputs, results, and its function
+Whole = tuple[Sequence[Value], Sequence[Value], Callable[..., list[Array]]]
+
+
+def parts(nodes: Iterable[Node]) -> list[Part]:
+    """A program's nodes in their order: what has no effects is a region, several where something else is in between."""
+    return [Part(apart, list(these)) for apart, these in itertools.groupby(nodes, _stands_apart)]
+
+
+def _stands_apart(node: Node) -> bool:
+    effects = any(type(effect).__name__ != "NamedAxisEffect" for effect in node.eqn.effects)
+    return effects or node.name in ("while", "pure_callback")
+
+
+def run_parts(
+    parts: Sequence[Part],
+    known: dict[Value, Any],
+    results: Iterable[Value],
+    made: Callable[[Node], Iterable[Value]],
+    evaluate: Callable[[list[Node], dict[Value, Any]], object],
+    *,
+    on_cpu: Whole | None = None,
+    captured: bool = False,
+) -> None:
+    """`known` becomes more: the results, and what parts read of each other. `evaluate(nodes, known)` is called for each
+    part, in a region or not; `made(node)` are the values that it then knows. `on_cpu`: the whole program for CPUs,
+    where one region holds it."""
+    results = set(results)
+    for i, (apart, nodes) in enumerate(parts):
+        if apart:
+            evaluate(nodes, known)
+            continue
+        later = results.union(v for _, others in parts[i + 1 :] for node in others for v in node.inputs)
+        own = {v for node in nodes for v in node.outputs}
+        read = dict.fromkeys(v for node in nodes for v in node.inputs if v not in own)
+        wanted = [v for v in dict.fromkeys(v for node in nodes for v in made(node)) if v in later]
+        given = [v for v in read if v in known or not isinstance(v, Constant)] if on_cpu is None else on_cpu[0]
+
+        def part(*values: Array, nodes: Any = nodes, given: Any = given, wanted: Any = wanted) -> list[Array]:
+            inside = dict(zip(given, values, strict=True))
+            evaluate(nodes, inside)
+            return [inside[v] for v in wanted]
+
+        def part_on_cpu(*values: Array, whole: Any = on_cpu, wanted: Any = wanted) -> list[Array]:
+            found = dict(zip(whole[1], whole[2](*values), strict=True))
+            return [found[v] for v in wanted]
+
+        arrays = (of_type(known[v], v) for v in given)
+        outs = call(part, *arrays, on_cpu=None if on_cpu is None else part_on_cpu, captured=captured)
+        known.update(zip(wanted, outs, strict=True))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -155,7 +218,7 @@ def _batch(axis: Any, args: Sequence[Array], dims: Sequence[int | None], *, prog
         of_each = jax.vmap(on_cpu, in_axes=tuple(dims), out_axes=[0 if d is None else d for d in found], **names)
         # What is not mapped in the one program is the same for all in the other.
         on_cpu = lambda *args: [a[0] if d is None else a for a, d in zip(of_each(*args), found, strict=True)]  # noqa: E731
-    return bind(closed, *args, on_cpu=on_cpu, asked=program.asked), found
+    return bind(closed, *args, on_cpu=on_cpu, asked=program.asked, captured=program.captured), found
 
 
 def _jvp(primals: Sequence[Array], tangents: Sequence[Any], *, program: Body) -> Any:

@@ -89,8 +89,9 @@ def _fusion(rule: Rule, program: Program) -> Fusion:
     return Fusion(rule.name, _ops(itertools.chain(*before)), _ops(itertools.chain(*after)))
 
 
-def rewrite(program: Program, device: _plan.Device) -> list[str]:
-    """Applies the rules in their order, each at every node. Returns the names of those that were applied."""
+def rewrite(program: Program, device: _plan.Device, captured: bool = False) -> list[str]:
+    """Applies the rules in their order, each at every node. Returns the names of those that were applied. `captured`:
+    whether CUDA graphs hold all that the program launches."""
     applied: list[str] = []
     heard = HEARD.get()
     before = () if heard is None else _ops(program.nodes)
@@ -110,16 +111,16 @@ def rewrite(program: Program, device: _plan.Device) -> list[str]:
                             fusions.append(_fusion(rule, program))
                 if found:
                     program.settle()
-        _choose_together(program, device)
+        _choose_together(program, device, captured)
     if heard is not None:
         heard.append(Rewritten(program.differentiated, before, _ops(program.nodes), tuple(fusions)))
     return applied
 
 
-def _choose_together(program: Program, device: _plan.Device) -> None:
+def _choose_together(program: Program, device: _plan.Device, captured: bool) -> None:
     """Convolutions that native code runs although none would be chosen alone get a problem that says so."""
     of = {node: _op(node) for node in _calls(program.nodes) if not split_by_type(*node.inputs)}
-    marked = _plan.plan_together(of.values(), device)
+    marked = _plan.plan_together(of.values(), device, captured)
     for node, op in of.items():
         if op in marked:
             _set_problem(node, marked[op])
