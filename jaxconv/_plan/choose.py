@@ -151,9 +151,9 @@ def fastest(op: str, problem: Problem, device: Device) -> Plan:
     if best is None:
         return planner.instead(why + _unsafe([own.kernel for own in plans if own not in safe]), candidates)
     nearest = Nearest(best.plan, best.xla_ms, best.ratio, best.deviation)
-    others = None if best.wins else planner.with_others(problem, nearest)
-    if best.wins or others is not None:
-        reason = why if others is None else f"{why}; {others}"
+    nevertheless = None if best.wins else planner.nevertheless(problem, nearest)
+    if best.wins or nevertheless is not None:
+        reason = why if nevertheless is None else f"{why}; {nevertheless}"
         return dataclasses.replace(best.plan, reason=reason, candidates=candidates, ms=nearest.ms)
     own = planner.instead(why + _unsafe([own.kernel for own in plans if own not in safe]), candidates)
     return dataclasses.replace(own, ms=nearest.xla_ms, nearest=nearest)

@@ -95,15 +95,15 @@ class Planner:
         """The plan whatever the times say, where `best` is the kernel that they know most of; else None."""
         return None
 
-    # ---- the other convolutions of a program (together.py)
+    # ---- what a program and its host say (together.py)
     with_the_add = False  # XLA's kernel adds in its own pass, so that a kernel of ours which cannot gains nothing
 
     def within(self, p: Any) -> tuple[str, Any] | None:
         """(op, problem) of the convolution in p that may be chosen together with others; None where there is none."""
         return None
 
-    def with_others(self, p: Any, nearest: Nearest) -> str | None:
-        """Why the kernel is taken though it is not surely faster; None where no program says so."""
+    def nevertheless(self, p: Any, nearest: Nearest) -> str | None:
+        """Why the kernel is taken though it is not surely faster; None where it is not."""
         return None
 
     def spreads(self, kernel: str, p: Any) -> bool:

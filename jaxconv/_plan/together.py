@@ -1,12 +1,12 @@
-"""Which of a program's convolutions native code runs although none of them would be chosen alone.
+"""Which convolutions native code runs although no kernel is surely faster: short ones, and several of a program.
 
-Alone a convolution stays XLA's unless a kernel is surely faster: it may be the only one of its program. Predictions are
-off by a quarter (kernels) and by a half (XLA), and errors of different convolutions partly cancel in their sum. So the
+A convolution stays XLA's unless a kernel is surely faster: it may be the only one of its program. Predictions are off
+by a quarter (kernels) and by a half (XLA), and errors of different convolutions partly cancel in their sum. So the
 sum of many may pass the test that each alone fails: an expected gain that is worth the probability of a loss.
 
-And a program of short calls waits for its host, not for the device. XLA replays launches as CUDA graphs. cuDNN's
-convolutions stay outside of graphs by default: each is a launch of its own, and cuts a graph in two. A kernel of ours
-is in the graph, and may even take a little longer.
+And what is short waits for its host, not for the device. XLA replays launches as CUDA graphs. cuDNN's convolutions
+stay outside of graphs by default: each is a launch of its own, and cuts a graph in two. A kernel of ours is in the
+graph. So it is taken where it is expected to be no slower, and in a program of short calls if it is a little slower.
 """
 
 from __future__ import annotations
@@ -22,19 +22,22 @@ from jaxconv._plan.plan import Device, Nearest
 from jaxconv._plan.planner import PLANNERS
 from jaxconv._problem import Together
 
+# In ms: XLA's convolutions that take less wait for the host, which needs 13 to 16 us to launch one of cuDNN's outside
+# of a graph.
+SHORT_MS = 0.013
 # A program waits for its host if its convolutions, products and norms take less than this on average: in steps and
 # answers of ten networks with default options (H100, H200) the host took 21 to 32 us for each. Fewer calls may be a
 # part of a larger program, of which they say little.
 WAITS_MS = 0.03
 LEAST_CALLS = 8
-# By so much a kernel of ours may be slower then: about the gap between two launches in a graph. Outside of one cuDNN's
-# convolution takes the host 13 to 16 us.
+# By so much a kernel of ours may be slower then: about the gap between two launches in a graph.
 LAUNCH_MS = 0.002
 # And by no more than this may its time be off, which is about what the host takes to launch it otherwise.
 OFF_MS = 0.01
 # Correlation of the errors of two predictions in a program: of drawn problems with one type, number of dimensions and
 # grouping, which a model that had not seen them predicted (830 that were unsure).
 ALIKE = 0.1
+SHORT = "XLA's is shorter than its launch, and a CUDA graph holds this kernel, unlike cuDNN's"
 WORTH = "many convolutions of this program are chosen together, and their sum is worth it"
 WAITS = "the program waits for its host, and a CUDA graph holds this kernel, unlike cuDNN's"
 
@@ -112,6 +115,12 @@ def plan_together(ops: Iterable[tuple[str, Any]], device: Device, captured: bool
             if not PLANNERS[op].with_the_add or choose.plan(op, marked, device).implementation == "native":
                 found[op, problem] = marked
     return found
+
+
+def short(nearest: Nearest) -> str | None:
+    """Why the nearest kernel runs a convolution that takes less than its launch; None where XLA's is longer, or is
+    expected to be the faster one."""
+    return SHORT if nearest.xla_ms <= SHORT_MS and nearest.ratio >= 1 else None
 
 
 def holds(op: str, problem: Any, nearest: Nearest) -> str | None:

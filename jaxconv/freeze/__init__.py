@@ -158,7 +158,7 @@ class _Program:
     names: list[str]  # of its weights
     early: Callable[..., list[Array]]  # jitted: the weights, of the bound arrays and those that f closes over
     closed_over: list[Any]
-    run: Callable[..., list[Array]]  # the results, of the weights and the inputs
+    late: Callable[..., list[Array]]  # jitted: the results, of the weights and the inputs
     jaxpr: ClosedJaxpr  # of both
     bound: list[bool]  # which of its arguments are
     results: Results
@@ -166,15 +166,10 @@ class _Program:
     mesh: jax.sharding.Mesh | None  # with Explicit axes, of the inputs
 
     @functools.cached_property
-    def late(self) -> Callable[..., list[Array]]:
-        return jax.jit(self.run)
-
-    @functools.cached_property
     def alone(self) -> Callable[..., list[Array]]:
         """`late` where it is a program of its own: a small one for a GPU is captured in CUDA graphs."""
         options = options_of(cost.flops(self.jaxpr)) if jax.default_backend() == "gpu" else {}
-        captured = functools.partial(self.run, captured=True)
-        return jax.jit(captured, compiler_options=options) if options else self.late
+        return jax.jit(self.late, compiler_options=options) if options else self.late
 
 
 class _Function:
@@ -374,8 +369,8 @@ class Frozen(Generic[R]):
             f"bound arrays ({_mib(jax.typeof(array) for _, array in self._bound)})"
         )
         mesh = sharding.concrete_mesh(jax.tree.leaves((inputs, kwargs)))
-        early = jax.jit(split.early)
-        return _Program(names, early, closed_over, split.run, jaxpr, bound, traced.results, report, mesh)
+        late = jax.jit(split.run)
+        return _Program(names, jax.jit(split.early), closed_over, late, jaxpr, bound, traced.results, report, mesh)
 
     def _name_of(self, split: Split, v: Value) -> str:
         sources = split.made_of(v)

@@ -237,12 +237,12 @@ class Split:
         wanted = [w.value for w in self.weights]
         return _evaluate(self._behind(wanted), known, wanted)
 
-    def run(self, weights: Sequence[Array], free: Sequence[Array], captured: bool = False) -> list[Array]:
-        """The results, of the weights and the arguments that are not bound. What has no effects is a region.
-        `captured`: whether CUDA graphs hold all that it launches."""
+    def run(self, weights: Sequence[Array], free: Sequence[Array]) -> list[Array]:
+        """The results, of the weights and the arguments that are not bound. What has no effects is a region. A call
+        that waits for its host is one that CUDA graphs hold, cuDNN's convolutions too: `freeze` asks for it."""
         known = dict(zip([*(w.value for w in self.weights), *self.free], [*weights, *free], strict=True))
         parts, results = region.parts(self.late), self.graph.outputs
-        region.run_parts(parts, known, results, lambda node: node.outputs, _evaluate, captured=captured)
+        region.run_parts(parts, known, results, lambda node: node.outputs, _evaluate, captured=True)
         return [of_type(out, v) for out, v in zip(_evaluate((), known, results), results, strict=True)]
 
 
