@@ -31,7 +31,7 @@ from benchmarks.ops.base import Job, Setting
 from benchmarks.ops.conv import ConvCase
 from benchmarks.run import make_sets, maker
 from jaxconv import _plan
-from jaxconv._plan import model
+from jaxconv._plan import model, together
 from jaxconv._problem import ConvProblem
 from jaxconv._tools import timing
 
@@ -271,6 +271,7 @@ def chosen(op: str, problem: ConvProblem, ms: dict[str, float], device: _plan.De
     if plan.implementation != "native":
         return "xla", "XLA, " + tier
     tier += " and measured far" if tier == "measured" and plan.reason.startswith("predicted") else ""
+    tier = "short" if plan.reason.endswith(together.SHORT) else tier
     if plan.spec in ms:
         return plan.spec, tier
     return next((name for name in ms if name.partition(" ")[0] == plan.kernel), plan.spec), tier

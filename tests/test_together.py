@@ -109,8 +109,20 @@ def test_a_frozen_program_does_not_wait(code_for_gpus):
     """Graphs hold cuDNN's convolutions too, as `freeze` asks for."""
     loss, (ws, x) = network(batch=16, size=24)
     frozen = jaxconv.freeze(loss, jax.tree.map(lambda a: np.ones(a.shape, a.dtype), ws))
-    calls = convolutions(frozen, (x,))
-    assert calls and not any(call.problem.together for call in calls)
+    reasons = [call.plan.reason for call in convolutions(frozen, (x,))]
+    assert reasons and not any(together.WAITS in reason for reason in reasons)
+
+
+def test_a_short_convolution_of_a_frozen_program_is_cudnns(code_for_gpus):
+    """Graphs hold it too: what is captured has nothing of a kernel that is perhaps as fast."""
+    x, w = jax.ShapeDtypeStruct((1, 64, 16, 16), "float32"), np.ones((64, 64, 3, 3), "float32")
+
+    def f(w, x):
+        return jax.lax.conv(x, w, (1, 1), "SAME")
+
+    (alone,) = convolutions(jaxconv.accelerate(f), (w, x))
+    (frozen,) = convolutions(jaxconv.freeze(f, w), (x,))
+    assert together.SHORT in alone.plan.reason and frozen.plan.implementation == "xla"
 
 
 def test_many_of_a_frozen_program_are_worth_it(code_for_gpus, monkeypatch):
@@ -242,7 +254,7 @@ def test_of_float16_no_kernel_that_spreads_infinities(code_for_gpus):
     """Groups of less than eight channels, whatever a mark says."""
     x, w = (jax.ShapeDtypeStruct(s, "float16") for s in ((1, 16, 16, 64), (3, 3, 4, 64)))
     (call,) = convolutions(lambda x, w: jaxconv.conv2d(x, w, padding="SAME", groups=16), (x, w))
-    mark = Together(call.op, tuned.key_of(call.problem), waits=True)
+    mark = Together(call.op, tuned.key_of(call.problem), says="waits")
     planner, problem = choose.PLANNERS[call.op], dataclasses.replace(call.problem, together=mark)
     assert any(planner.spreads(plan.kernel, problem) for plan in choose.every(call.op, problem, H200))
     plan = _plan.plan(call.op, problem, H200)

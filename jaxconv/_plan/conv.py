@@ -148,9 +148,7 @@ class Conv(Planner):
         return (self.op, p) if self.op in ("conv", "conv_fprop", "conv_dgrad", "conv_wgrad") else None
 
     def nevertheless(self, p: ConvProblem, nearest: Nearest) -> str | None:
-        if self.within(p) is None:
-            return None
-        return together.short(nearest) or together.holds(self.op, p, nearest)
+        return together.nevertheless(self.op, p, nearest) if self.within(p) is not None else None
 
     def spreads(self, kernel: str, p: ConvProblem) -> bool:
         """Whether fprop multiplies x by zeros that stand for other channels or columns: an infinity makes NaN in

@@ -15,7 +15,7 @@ import collections
 import dataclasses
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from jaxconv._plan import choose, measured, model, tuned
 from jaxconv._plan.plan import Device, Nearest
@@ -94,10 +94,15 @@ def plan_together(ops: Iterable[tuple[str, Any]], device: Device, captured: bool
         return {}
     known: list[float] = []
     equal: dict[Any, list[tuple[tuple[str, Any], tuple[str, Any], Nearest, int]]] = {}
+    found = {}
     for (op, problem), count in collections.Counter(ops).items():
         if op not in PLANNERS:
             continue
-        within, plan = PLANNERS[op].within(problem), choose.plan(op, problem, device)
+        asked, within = problem, PLANNERS[op].within(problem)
+        if captured and within is not None:
+            asked = found[op, problem] = _marked(problem, within, "captured")
+            within = PLANNERS[op].within(asked)
+        plan = choose.plan(op, asked, device)
         if within is not None and plan.implementation == "calls":
             plan = choose.plan(*within, device)
         if plan.ms is not None:
@@ -107,28 +112,27 @@ def plan_together(ops: Iterable[tuple[str, Any]], device: Device, captured: bool
             prediction = measured.features(*within), plan.nearest.plan.kernel
             equal.setdefault(prediction, []).append(((op, problem), within, plan.nearest, count))
     unsure = {Unsure(these[0][2], sum(count for *_, count in these)): these for these in equal.values()}
-    found = {}
     for one, waits_for_host in taken([*unsure], waits(known) and not captured):
-        for (op, problem), (of_op, of_problem), *_ in unsure[one]:
-            mark = Together(of_op, tuned.key_of(of_problem), waits_for_host)
-            marked = dataclasses.replace(problem, together=mark)
+        for (op, problem), within, *_ in unsure[one]:
+            marked = _marked(problem, within, "waits" if waits_for_host else "worth")
             if not PLANNERS[op].with_the_add or choose.plan(op, marked, device).implementation == "native":
                 found[op, problem] = marked
     return found
 
 
-def short(nearest: Nearest) -> str | None:
-    """Why the nearest kernel runs a convolution that takes less than its launch; None where XLA's is longer, or is
-    expected to be the faster one."""
-    return SHORT if nearest.xla_ms <= SHORT_MS and nearest.ratio >= 1 else None
+def _marked(problem: Any, within: tuple[str, Any], says: Literal["worth", "waits", "captured"]) -> Any:
+    op, of_problem = within
+    return dataclasses.replace(problem, together=Together(op, tuned.key_of(of_problem), says))
 
 
-def holds(op: str, problem: Any, nearest: Nearest) -> str | None:
-    """Why the nearest kernel runs a problem: because its mark is of this very op and problem. None otherwise, also
-    where the kernel is too slow: it may be planned for another device than the program."""
+def nevertheless(op: str, problem: Any, nearest: Nearest) -> str | None:
+    """Why the nearest kernel runs a convolution though it is not surely faster; None where XLA does.
+
+    A mark counts if it is of this very op and problem, and not where the kernel is too slow: a problem may be planned
+    for another device than its program. Without one, a kernel is taken that is expected to be no slower than a
+    convolution that takes less than its launch."""
     mark: Together | None = problem.together
-    if mark is None or (mark.op, mark.problem) != (op, tuned.key_of(problem)):
-        return None
-    if nearest.ratio < 1 and nearest.ms - nearest.xla_ms > LAUNCH_MS:
-        return None
-    return WAITS if mark.waits else WORTH
+    if mark is not None and (mark.op, mark.problem) == (op, tuned.key_of(problem)):
+        slow = nearest.ratio < 1 and nearest.ms - nearest.xla_ms > LAUNCH_MS
+        return None if slow else {"worth": WORTH, "waits": WAITS, "captured": None}[mark.says]
+    return SHORT if nearest.xla_ms <= SHORT_MS and nearest.ratio >= 1 else None

@@ -50,11 +50,13 @@ CONV_ALGORITHMS = get_args(ConvAlgorithm)
 
 @dataclasses.dataclass(frozen=True)
 class Together:
-    """Native code runs an op of a convolution because of the others in its program (jaxconv/_plan/together.py)."""
+    """What its program says of an op of a convolution (jaxconv/_plan/together.py)."""
 
     op: str
     problem: str  # which convolution: it may become another one, of which this says nothing
-    waits: bool  # because the program waits for its host, else because the sum of all is worth it
+    # Native code runs it because the sum of all is worth it, or because the program waits for its host. Or cuDNN's would
+    # be in a CUDA graph too, which is no reason to run it.
+    says: Literal["worth", "waits", "captured"]
 
 
 @dataclasses.dataclass(frozen=True)
