@@ -54,8 +54,8 @@ class Together:
 
     op: str
     problem: str  # which convolution: it may become another one, of which this says nothing
-    # Native code runs it because the sum of all is worth it, or because the program waits for its host. Or cuDNN's would
-    # be in a CUDA graph too, which is no reason to run it.
+    # Native code runs it because the sum of all is worth it, or because the program waits for its host. Or CUDA graphs
+    # hold cuDNN's too, so that nothing says that native code runs it.
     says: Literal["worth", "waits", "captured"]
 
 
