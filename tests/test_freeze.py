@@ -344,6 +344,15 @@ def test_nothing_of_the_weights_alone_is_left_in_a_call():
         weights.update(equation.outvars if operands <= weights else ())
 
 
+def test_rules_put_calls_of_a_frozen_function_into_one_kernel(monkeypatch):
+    monkeypatch.setattr("jaxconv.joints.rules.wants", lambda op, problem, device: op == "dense_gated")
+    w, x = np.random.default_rng(0).standard_normal((16, 32)), np.random.default_rng(1).standard_normal((8, 16))
+    w, x = w.astype("float32"), x.astype("float32")
+    gated = jaxconv.freeze(lambda w, x: jax.nn.glu(x @ w), w)
+    assert "dense_gated" in [call.op for call in jaxconv.explain(gated)(x)]
+    assert_same(gated(x), jax.nn.glu(x @ w), terms=TERMS)
+
+
 def test_what_only_repeats_a_weight_is_repeated_in_the_call():
     def f(p, x):
         spread = jnp.broadcast_to(jnp.tanh(p["b"]), x.shape) * 2 + jnp.zeros(x.shape)
