@@ -10,6 +10,8 @@ import pytest
 from helpers import normal
 from jax import lax
 from jax.experimental import io_callback
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jaxconv
 from jaxconv.accelerate import rewrite
@@ -342,3 +344,39 @@ def test_the_larger_of_z_and_nothing_keeps_its_nan():
 
     for g in (jaxconv.accelerate(f), lambda w, x: jaxconv.freeze(f, w)(x)):
         assert jnp.array_equal(g(w, x), f(w, x), equal_nan=True)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Who says where something lies
+
+PLACES = {
+    "constraint": lambda f, s: lambda w, x: jax.lax.with_sharding_constraint(f(w, x), s) + 1,
+    "put": lambda f, s: lambda w, x: jax.device_put(f(w, x), s) + 1,
+    "jit": lambda f, s: lambda w, x: jax.jit(f, out_shardings=s)(w, x) + 1,
+    "shard_map": lambda f, s: lambda w, x: (
+        2 * jax.shard_map(f, mesh=s.mesh, in_specs=(P(), s.spec), out_specs=s.spec)(w, x)
+    ),
+    "beside": lambda f, s: lambda w, x: (
+        f(w, jax.shard_map(jnp.tanh, mesh=s.mesh, in_specs=s.spec, out_specs=s.spec)(x))
+    ),
+}
+
+
+@pytest.mark.parametrize("in_loop", [False, True])
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("way", ["accelerate", "freeze", "gradient"])
+def test_what_names_devices_is_in_no_region(way, place, in_loop):
+    """jit looks for it in a program, and compiles the program for these devices. x is on one."""
+    mesh = jax.make_mesh((len(jax.devices()),), ("d",), axis_types=(AxisType.Auto,))
+    f = PLACES[place](lambda w, x: jax.nn.relu(conv(x, w)), NamedSharding(mesh, P("d")))
+    if in_loop:
+        once = f
+        f = lambda w, x: jax.lax.scan(lambda c, _: (once(w, c), None), x, None, length=2)[0]  # noqa: E731
+    w, x = jnp.asarray(W), jnp.asarray(normal(3, (8, 6, 6, 4), "float32"))
+    if way == "gradient":
+        plain, ours = (jax.grad(lambda w, x, g=g: (g(w, x) ** 2).sum()) for g in (f, jaxconv.accelerate(f)))
+    else:
+        plain, ours = f, jaxconv.accelerate(f) if way == "accelerate" else lambda w, x: jaxconv.freeze(f, w)(x)
+    expected, found = jax.jit(plain)(w, x), jax.jit(ours)(w, x) if way != "freeze" else ours(w, x)
+    assert found.sharding.device_set == expected.sharding.device_set
+    close(found, expected)

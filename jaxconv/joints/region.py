@@ -24,7 +24,7 @@ from jax.interpreters import ad, batching, mlir
 
 from jaxconv import _plan
 from jaxconv._core import compat, primitives, sharding
-from jaxconv._core.graph import Constant, Node, Value, of_type
+from jaxconv._core.graph import Constant, Node, Value, equations_of, of_type
 from jaxconv._plan import in_place
 from jaxconv.joints.joint import Joint, OneWay, is_inexact, reaching, tangents_of
 from jaxconv.joints.program import Program
@@ -130,7 +130,7 @@ def bind(
 
 
 class Part(NamedTuple):
-    apart: bool  # no region: it has an effect, or nobody can go back through it
+    apart: bool  # no region: it has an effect, nobody can go back through it, or it names devices
     nodes: list[Node]
 
 
@@ -145,7 +145,8 @@ def parts(nodes: Iterable[Node]) -> list[Part]:
 
 def _stands_apart(node: Node) -> bool:
     effects = any(type(effect).__name__ != "NamedAxisEffect" for effect in node.eqn.effects)
-    return effects or node.name in ("while", "pure_callback")
+    alone = effects or node.name in ("while", "pure_callback")
+    return alone or any(map(sharding.names_devices, equations_of(node.eqn)))  # inside a region jit would not find it
 
 
 def run_parts(
