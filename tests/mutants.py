@@ -1,4 +1,4 @@
-"""Fifty-six small defects, each of which the tests must find.
+"""Fifty-eight small defects, each of which the tests must find.
 
     make mutants                         # all, one after the other
     make mutants ARGS="gemm batchnorm"   # those whose name or file has one of these words
@@ -262,9 +262,23 @@ MUTANTS = [
     Mutant(
         "convolutions that are chosen together are so whatever they have become",
         "jaxconv/_plan/together.py",
-        "    if mark is None or (mark.op, mark.problem) != (op, tuned.key_of(problem)):\n",
-        "    if mark is None:\n",
+        "    if mark is not None and (mark.op, mark.problem) == (op, tuned.key_of(problem)):\n",
+        "    if mark is not None:\n",
         "tests/test_together.py -k examples",
+    ),
+    Mutant(
+        "short convolutions are native where CUDA graphs hold cuDNN's too",
+        "jaxconv/_plan/together.py",
+        "        if captured and within is not None:\n",
+        "        if False and within is not None:\n",
+        "tests/test_together.py -k frozen",
+    ),
+    Mutant(
+        "what names devices may be in a region",
+        "jaxconv/joints/region.py",
+        "    return alone or any(map(sharding.names_devices, equations_of(node.eqn)))",
+        "    return alone",
+        "tests/test_regions.py -k names_devices",
     ),
     Mutant(
         "equal convolutions count as independent where many are chosen together",

@@ -204,8 +204,8 @@ def explicit_mesh(avals: Sequence[Any]) -> Any:
 
 
 def names_devices(eqn: JaxprEqn) -> bool:
-    """Whether an equation says which devices, or which of their memories, hold something. `jax.jit` finds such equations
-    in a program and in functions that equations carry as jaxprs, and compiles the program for these devices."""
+    """Whether an equation says which devices, or which of their memories, hold something. `jax.jit` finds such
+    equations in a program and in functions that equations carry as jaxprs, and compiles for these devices."""
     name, p = eqn.primitive.name, eqn.params
     if name in ("sharding_constraint", "shard_map"):
         mesh = getattr(p.get("sharding"), "mesh", None) if name == "sharding_constraint" else p["mesh"]
