@@ -353,11 +353,11 @@ PLACES = {
     "constraint": lambda f, s: lambda w, x: jax.lax.with_sharding_constraint(f(w, x), s) + 1,
     "put": lambda f, s: lambda w, x: jax.device_put(f(w, x), s) + 1,
     "jit": lambda f, s: lambda w, x: jax.jit(f, out_shardings=s)(w, x) + 1,
-    "shard_map": lambda f, s: lambda w, x: (
-        2 * jax.shard_map(f, mesh=s.mesh, in_specs=(P(), s.spec), out_specs=s.spec)(w, x)
+    "shard_map": lambda f, s: (
+        lambda w, x: 2 * jax.shard_map(f, mesh=s.mesh, in_specs=(P(), s.spec), out_specs=s.spec)(w, x)
     ),
-    "beside": lambda f, s: lambda w, x: (
-        f(w, jax.shard_map(jnp.tanh, mesh=s.mesh, in_specs=s.spec, out_specs=s.spec)(x))
+    "beside": lambda f, s: (
+        lambda w, x: f(w, jax.shard_map(jnp.tanh, mesh=s.mesh, in_specs=s.spec, out_specs=s.spec)(x))
     ),
 }
 
