@@ -134,7 +134,7 @@ def test_many_of_a_frozen_program_are_worth_it(code_for_gpus, monkeypatch):
     assert together.WORTH in call.plan.reason
 
 
-@pytest.mark.parametrize("us, ratio, takes", [(12.9, 1, True), (13.1, 1, False), (12.9, 0.99, False), (5, 1.3, True)])
+@pytest.mark.parametrize("us, ratio, takes", [(19.9, 1, True), (20.1, 1, False), (19.9, 0.99, False), (5, 1.3, True)])
 def test_what_is_shorter_than_its_launch_need_not_be_sure(us, ratio, takes, marked):
     near, problem = unsure(ratio, us / 1e3).nearest, dataclasses.replace(marked, together=None)
     assert (choose.PLANNERS["conv"].nevertheless(problem, near) == together.SHORT) == takes
