@@ -22,7 +22,7 @@ from jaxconv._plan.plan import Device, Nearest
 from jaxconv._plan.planner import PLANNERS
 from jaxconv._problem import Together
 
-# In ms: XLA's convolutions that take less wait for the host. One of cuDNN's between two graphs takes the host 16 to 23
+# In ms: XLA's convolutions that take less wait for the host. One of cuDNN's between two graphs takes the host 14 to 23
 # us more than one inside (H200: 31 of a ResNet-50's answer, 34 of a MobileNetV2's).
 SHORT_MS = 0.02
 # A program waits for its host if its convolutions, products and norms take less than this on average: in steps and
