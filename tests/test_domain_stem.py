@@ -248,7 +248,7 @@ def test_planes_of_more_than_8_channels_are_those_of_few_on_both_sides():
 
 
 @pytest.mark.parametrize("op", ["conv_fprop", "conv_wgrad"])
-def test_a_volumes_first_layer_is_planes_by_default_on_hopper(op):
+def test_a_volumes_first_layer_is_planes_by_default_on_hopper(op, monkeypatch):
     """Where no table has it; of a kind that was measured."""
     volume = dict(batch=8, c=1, k=32, extent=(64, 64, 64), filter=(3, 3, 3), padding=1, dtype="bfloat16")
     wide, more = dict(dtype="float32"), (dict(c=2), dict(c=7), dict(k=64), dict(dtype="float16"))
@@ -259,7 +259,8 @@ def test_a_volumes_first_layer_is_planes_by_default_on_hopper(op):
             assert plan.kernel == ("stem/planes" if few else "narrow/planes"), (changes, plan.reason)
     others = [dict(c=11), dict(c=8, k=64), dict(extent=(16, 64, 64)), dict(stride=2), dict(filter=(5, 3, 3)), dict(k=8)]
     others += [dict(c=7, k=16)]  # 32 channels of the folded image would be more than y's
+    monkeypatch.setattr("jaxconv._plan.model.model", lambda: None)  # which may expect planes to be the fastest
     for changes in others:
         plan = _plan.plan(op, problem(**volume | dict(batch=1) | changes), H100)
-        assert not plan.kernel.endswith("planes") or plan.reason.startswith("predicted"), (changes, plan.reason)
+        assert not plan.kernel.endswith("planes"), (changes, plan.reason)
     assert _plan.plan(op, problem(**volume), A100).implementation == "xla"

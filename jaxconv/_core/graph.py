@@ -136,8 +136,12 @@ def body_of_jit(eqn: JaxprEqn, device: Any = None) -> ClosedJaxpr | None:
         return eqn.params["program"].of(device)
     if eqn.primitive.name not in JIT:
         return None
-    shardings = (*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ()))
-    return eqn.params["jaxpr"] if all(type(s).__name__ == "UnspecifiedValue" for s in shardings) else None
+    return None if _says_shardings(eqn) else eqn.params["jaxpr"]
+
+
+def _says_shardings(jit: JaxprEqn) -> bool:
+    shardings = (*jit.params.get("in_shardings", ()), *jit.params.get("out_shardings", ()))
+    return any(type(s).__name__ != "UnspecifiedValue" for s in shardings)
 
 
 def light_body(eqn: JaxprEqn, device: Any = None) -> ClosedJaxpr | None:
@@ -181,6 +185,25 @@ def asks_extent(eqn: JaxprEqn) -> bool:
         return not all(map(_problem.is_number, getattr(atom.aval, "shape", ())))
 
     return any(one.primitive.name == EXTENT or any(map(symbolic, one.outvars)) for one in equations_of(eqn))
+
+
+def names_devices(eqn: JaxprEqn) -> bool:
+    """Whether an equation, or one that it carries, says which devices or which of their memories hold something.
+    `jax.jit` looks for such equations in a program's jaxpr, and compiles for these devices."""
+
+    def names(one: JaxprEqn) -> bool:
+        name, p = one.primitive.name, one.params
+        if name == "sharding_constraint":
+            return not isinstance(getattr(p["sharding"], "mesh", None), jax.sharding.AbstractMesh)
+        if name == "shard_map":
+            return not isinstance(p["mesh"], jax.sharding.AbstractMesh)
+        if name == "device_put":
+            return any(device is not None for device in p["devices"])
+        if name in JIT:
+            return _says_shardings(one)
+        return name == "compute_on" or (name == "call_exported" and p["exported"].nr_devices > 1)
+
+    return any(map(names, equations_of(eqn)))
 
 
 def body_of_call(eqn: JaxprEqn) -> ClosedJaxpr | None:

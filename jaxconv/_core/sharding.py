@@ -23,8 +23,7 @@ from typing import Any
 
 import jax
 from jax.experimental.custom_partitioning import custom_partitioning
-from jax.extend.core import JaxprEqn
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 Array = jax.Array
 Split = Mapping[str, tuple[str, ...]]  # name of an array axis -> the mesh axes it is split over, major first
@@ -201,20 +200,6 @@ def explicit_mesh(avals: Sequence[Any]) -> Any:
         if AxisType.Explicit in mesh.axis_types:
             return mesh
     return None
-
-
-def names_devices(eqn: JaxprEqn) -> bool:
-    """Whether an equation says which devices, or which of their memories, hold something. `jax.jit` finds such
-    equations in a program and in functions that equations carry as jaxprs, and compiles for these devices."""
-    name, p = eqn.primitive.name, eqn.params
-    if name in ("sharding_constraint", "shard_map"):
-        mesh = getattr(p.get("sharding"), "mesh", None) if name == "sharding_constraint" else p["mesh"]
-        return not isinstance(mesh, AbstractMesh)
-    if name == "device_put":
-        return any(device is not None for device in p["devices"])
-    if name in ("jit", "pjit"):
-        return any(type(s).__name__ != "UnspecifiedValue" for s in (*p["in_shardings"], *p["out_shardings"]))
-    return name == "compute_on" or (name == "call_exported" and p["exported"].nr_devices > 1)
 
 
 def concrete_mesh(arrays: Iterable[Any]) -> jax.sharding.Mesh | None:

@@ -2,8 +2,9 @@
 
 A plan is data. It is made when a call is lowered, printed by `explain`, and carried out by native code, which confirms
 but does not choose. With `implementation=None` a problem goes to XLA unless native code was measured to be faster, or
-is predicted to be by more than the prediction's own error. Nothing is timed unasked: the same versions and files give
-the same plan. Where somebody asks, what is in no tier above the prediction is timed and is tuned then (in_place).
+is predicted to be by more than the prediction's own error, or the planner takes it nevertheless. Nothing is timed
+unasked: the same versions and files give the same plan. Where somebody asks, what is in no tier above the prediction is
+timed and is tuned then (in_place).
 
 What an op adds to that is its planner's (`planner.py`). One whose choice follows from other ops' asks here for theirs.
 """

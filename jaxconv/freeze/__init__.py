@@ -368,8 +368,8 @@ class Frozen(Generic[R]):
             f"computed once: {len(names)} weights ({_mib(w.value.aval for w in split.weights)}) from {sum(bound)} "
             f"bound arrays ({_mib(jax.typeof(array) for _, array in self._bound)})"
         )
-        mesh = sharding.concrete_mesh(jax.tree.leaves((inputs, kwargs)))
         late = jax.jit(split.run)
+        mesh = sharding.concrete_mesh(jax.tree.leaves((inputs, kwargs)))
         return _Program(names, jax.jit(split.early), closed_over, late, jaxpr, bound, traced.results, report, mesh)
 
     def _name_of(self, split: Split, v: Value) -> str:

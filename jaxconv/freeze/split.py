@@ -238,8 +238,8 @@ class Split:
         return _evaluate(self._behind(wanted), known, wanted)
 
     def run(self, weights: Sequence[Array], free: Sequence[Array]) -> list[Array]:
-        """The results, of the weights and the arguments that are not bound. What has no effects is a region. A call
-        that waits for its host is one that CUDA graphs hold, cuDNN's convolutions too: `freeze` asks for it."""
+        """The results, of the weights and the arguments that are not bound. What has no effects is a region. Its
+        choices suit a captured program, as small calls of a frozen function are, and those with `graph_options`."""
         known = dict(zip([*(w.value for w in self.weights), *self.free], [*weights, *free], strict=True))
         parts, results = region.parts(self.late), self.graph.outputs
         region.run_parts(parts, known, results, lambda node: node.outputs, _evaluate, captured=True)

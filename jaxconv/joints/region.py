@@ -24,7 +24,7 @@ from jax.interpreters import ad, batching, mlir
 
 from jaxconv import _plan
 from jaxconv._core import compat, primitives, sharding
-from jaxconv._core.graph import Constant, Node, Value, equations_of, of_type
+from jaxconv._core.graph import Constant, Node, Value, names_devices, of_type
 from jaxconv._plan import in_place
 from jaxconv.joints.joint import Joint, OneWay, is_inexact, reaching, tangents_of
 from jaxconv.joints.program import Program
@@ -46,7 +46,7 @@ class Body:
     ):
         """`on_cpu`: the program for CPUs, where that is another one. It is traced when somebody asks for it. `asked`:
         who asks for choices made in place. A region is differentiated and lowered after its maker has returned.
-        `captured`: whether CUDA graphs hold all that it launches, cuDNN's convolutions too."""
+        `captured`: whether its choices suit a program all of which CUDA graphs hold, cuDNN's convolutions too."""
         self.closed, self.on_cpu, self.asked, self.captured = closed, on_cpu, asked, captured
         self._of_cpu: ClosedJaxpr | None = None
         self._joints: dict[Any, Joint | None] = {}
@@ -146,7 +146,7 @@ def parts(nodes: Iterable[Node]) -> list[Part]:
 def _stands_apart(node: Node) -> bool:
     effects = any(type(effect).__name__ != "NamedAxisEffect" for effect in node.eqn.effects)
     alone = effects or node.name in ("while", "pure_callback")
-    return alone or any(map(sharding.names_devices, equations_of(node.eqn)))  # inside a region jit would not find it
+    return alone or names_devices(node.eqn)  # inside a region jit would not find it
 
 
 def run_parts(
@@ -161,7 +161,7 @@ def run_parts(
 ) -> None:
     """`known` becomes more: the results, and what parts read of each other. `evaluate(nodes, known)` is called for each
     part, in a region or not; `made(node)` are the values that it then knows. `on_cpu`: the whole program for CPUs,
-    where one region holds it."""
+    where one region holds it. `captured`: as of a Body."""
     results = set(results)
     for i, (apart, nodes) in enumerate(parts):
         if apart:

@@ -118,7 +118,7 @@ def rewrite(program: Program, device: _plan.Device, captured: bool = False) -> l
 
 
 def _choose_together(program: Program, device: _plan.Device, captured: bool) -> None:
-    """Convolutions that native code runs although none would be chosen alone get a problem that says so."""
+    """Convolutions of which the program says more than each alone get a problem that says so."""
     of = {node: _op(node) for node in _calls(program.nodes) if not split_by_type(*node.inputs)}
     marked = _plan.plan_together(of.values(), device, captured)
     for node, op in of.items():
