@@ -230,6 +230,7 @@ void BindDomain(nb::module_& m) {
   Class(m, "PoolProblem", &P::n, &P::c, &P::in, &P::window, &P::out, &P::stride, &P::pad,
         &P::dilation, &P::dtype);
   Function(m, "pool_refusal", PoolRefusal);
+  Function(m, "conv_pooled_refusal", cuda::PooledRefusal);
   Function(m, "avg_pool_refusal", AvgPoolRefusal);
   Function(m, "pool_vector", cuda::PoolVector);
   using G = GroupNormProblem;

@@ -217,6 +217,7 @@ const std::vector<Row>& Rows() {
                  "x w scale? b? residual? residual_scale? out_scale?", "y"),
       JAXCONV_OP("conv_normalised_statistics", NormalisedStatistics, ConvNormalisedStatistics,
                  "x w scale bias mean var", "y new_mean new_var"),
+      JAXCONV_OP("conv_pooled", PooledConv, ConvPooled, "x w b?", "y"),
       JAXCONV_OP("conv_dgrad_sums", DgradSums, ConvDgradSums, "dy w c signs x mean rstd", "dz dscale dbias"),
       JAXCONV_OP("conv_gradient", ConvGradient, ConvGradient, "dy w kept", "dz dbias"),
       JAXCONV_OP("conv_gradient_add", ConvGradient, ConvGradient, "dy w kept c", "dz dbias"),

@@ -128,6 +128,20 @@ bool AxisIsSound(const Problem& p, int64_t filter, int64_t k, size_t d, int64_t 
   return x.Within(1, kMaxSpanned) && y.Within(1, kMaxSpanned);
 }
 
+// A pooling of x to y, but for the type; whether its windows make y of x.
+inline bool ReadWindows(const wire::Pool& pool, Dims x, Dims y, PoolProblem* p) {
+  const size_t nd = pool.window.size(), channel = pool.dims_channels_last != 0 ? nd + 1 : 1;
+  p->n = x[0];
+  p->c = x[channel];
+  SetAxes(pool, x, y, pool.window.begin(), p, p->window);
+  bool sound = y[0] == x[0] && y[channel] == x[channel];
+  for (size_t i = 0; i < nd; ++i) {
+    sound = sound && pool.window[i] >= 1 && pool.pad_low[i] >= 0 && pool.pad_high[i] >= 0 &&
+            AxisIsSound(*p, pool.window[i], p->c, 3 - nd + i, pool.pad_high[i]);
+  }
+  return sound;
+}
+
 // ---------------------------------------------------------------------------------------------------------------------
 // Convolution
 
@@ -143,7 +157,10 @@ struct ConvWith : Reader<wire::Window, More...> {
 
   // Off three arrays, whichever of them are results.
   Status Read(const Call& call) {
-    JAXCONV_RETURN_IF_ERROR(ReadExtents(call));
+    JAXCONV_RETURN_IF_ERROR(ReadExtents(call, call[kY].dimensions()));
+    return ReadType(call);
+  }
+  Status ReadType(const Call& call) {
     const AnyBuffer x = call[kX], w = call[kW], y = call[kY];
     const auto dtype = wire::ToDType(x.element_type());
     if (!dtype || w.element_type() != x.element_type() || y.element_type() != x.element_type()) {
@@ -153,10 +170,10 @@ struct ConvWith : Reader<wire::Window, More...> {
     p.dtype = *dtype;
     return Status::Ok();
   }
-  // All but their type.
-  Status ReadExtents(const Call& call) {
-    const AnyBuffer x = call[kX], w = call[kW], y = call[kY];
-    const Dims xd = x.dimensions(), wd = w.dimensions(), yd = y.dimensions();
+  // All but their type. `yd`: the extents of the convolution's result.
+  Status ReadExtents(const Call& call, Dims yd) {
+    const AnyBuffer x = call[kX], w = call[kW];
+    const Dims xd = x.dimensions(), wd = w.dimensions();
     const size_t nd = window.stride.size();
     if (!RanksAgree(window, xd, yd) || wd.size() != nd + 2) {
       return call.Invalid("ranks disagree: " + call.Shapes({kX, kW, kY}) + ", " +
@@ -215,6 +232,53 @@ struct Fprop : ConvWith<wire::Epilogue> {
   Status Begin(const Call& call) { return ToEpilogue(call, std::get<1>(all), &e); }
 };
 
+// With the max-pooling of its result behind it, whose y alone is an array.
+struct PooledConv : ConvWith<wire::Epilogue, wire::Pool> {
+  using ConvWith::ConvWith;
+  Epilogue e = {};
+  PoolProblem q = {};
+  auto Problems() const { return std::tie(p, e, q); }
+
+  Status Begin(const Call& call) {
+    JAXCONV_RETURN_IF_ERROR(ToEpilogue(call, std::get<1>(all), &e));
+    if (!e.save_preactivation && !std::get<2>(all).save) return Status::Ok();
+    return call.Invalid("it makes neither z nor positions");
+  }
+  Status Read(const Call& call) {
+    const wire::Pool& pool = std::get<2>(all);
+    const Dims xd = call[kX].dimensions(), wd = call[kW].dimensions(), yd = call[kY].dimensions();
+    const size_t nd = window.stride.size();
+    const bool last = window.dims_channels_last != 0;
+    if (!RanksAgree(window, xd, yd) || !RanksAgree(pool, xd, yd) || wd.size() != nd + 2 ||
+        pool.window.size() != nd || last != (pool.dims_channels_last != 0)) {
+      return call.Invalid("ranks disagree: " + call.Shapes({kX, kW, kY}) + ", " +
+                          std::to_string(nd) + " spatial dimensions of either window");
+    }
+    int64_t of_conv[5];  // what is pooled
+    std::copy(yd.begin(), yd.end(), of_conv);
+    for (size_t i = 0; i < nd; ++i) {
+      const int64_t stride = window.stride[i];
+      const Checked span = Checked(wd[(last ? 0 : 2) + i] - 1) * window.dilation[i] + 1;
+      const Checked slack =
+          Checked(xd[(last ? 1 : 2) + i]) + window.pad_low[i] + window.pad_high[i] - span;
+      if (stride < 1 || !slack.Within(0, kMaxElements)) {
+        return call.Invalid("extents disagree: " + call.Shapes({kX, kW, kY}) +
+                            ": spatial axis " + std::to_string(i));
+      }
+      of_conv[(last ? 1 : 2) + i] = slack.value() / stride + 1;
+    }
+    const Dims between(of_conv, nd + 2);
+    JAXCONV_RETURN_IF_ERROR(ReadExtents(call, between));
+    JAXCONV_RETURN_IF_ERROR(ReadType(call));
+    q.dtype = p.dtype;
+    if (!ReadWindows(pool, between, yd, &q))
+      return call.Invalid("extents disagree with the pooling's window: " +
+                          call.Shapes({kX, kW, kY}));
+    if (p.n * p.c * p.in_size() != 0 && p.k * q.out_size() != 0) return Status::Ok();
+    return call.Invalid("an array is empty: " + call.Shapes({kX, kW, kY}));
+  }
+};
+
 // Of 8-bit numbers.
 struct ScaledConv : ConvWith<wire::Epilogue, wire::Scaled> {
   static constexpr RuleOf kRules[] = {
@@ -240,7 +304,7 @@ struct ScaledConv : ConvWith<wire::Epilogue, wire::Scaled> {
     return Status::Ok();
   }
   Status Read(const Call& call) {
-    JAXCONV_RETURN_IF_ERROR(ReadExtents(call));
+    JAXCONV_RETURN_IF_ERROR(ReadExtents(call, call[kY].dimensions()));
     const auto x = wire::ToNumber(call[kX].element_type()),
                w = wire::ToNumber(call[kW].element_type()),
                y = wire::ToNumber(call[kY].element_type());
@@ -770,19 +834,11 @@ struct PoolWith : Reader<wire::Pool, More...> {
                             "'s shape: " + arrays());
       }
     }
-    const size_t channel = pool.dims_channels_last != 0 ? nd + 1 : 1;
-    p.n = xd[0];
-    p.c = xd[channel];
     p.dtype = *dtype;
-    SetAxes(pool, xd, yd, pool.window.begin(), &p, p.window);
-    bool sound = yd[0] == xd[0] && yd[channel] == xd[channel];
+    if (!ReadWindows(pool, xd, yd, &p))
+      return call.Invalid("extents disagree with the window: " + arrays());
     Checked taps = 1;
-    for (size_t i = 0; i < nd; ++i) {
-      taps = taps * pool.window[i];
-      sound = sound && pool.window[i] >= 1 && pool.pad_low[i] >= 0 && pool.pad_high[i] >= 0 &&
-              AxisIsSound(p, pool.window[i], p.c, 3 - nd + i, pool.pad_high[i]);
-    }
-    if (!sound) return call.Invalid("extents disagree with the window: " + arrays());
+    for (size_t i = 0; i < nd; ++i) taps = taps * pool.window[i];
     if (!taps.Within(1, kMaxTaps))
       return call.Invalid("windows have at most " + std::to_string(kMaxTaps) + " taps");
     return Status::Ok();

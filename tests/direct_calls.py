@@ -19,7 +19,7 @@ import jaxconv
 from jaxconv._core import primitives
 from jaxconv._core.activations import Activation
 from jaxconv._ops import conv as conv_module
-from jaxconv._ops import conv_integer
+from jaxconv._ops import conv_integer, conv_pooled
 from jaxconv._ops.batchnorm import backward_add, dx_of_sums, moments, shortcut_backward, shortcut_problem, signs
 from jaxconv._ops.conv_normalised import normalised_statistics
 from jaxconv._ops.dense import dense_gradient
@@ -33,6 +33,8 @@ from jaxconv._problem import (
     GatedProblem,
     IntegerConvProblem,
     NormalisedConvProblem,
+    PooledConvProblem,
+    PoolProblem,
 )
 from jaxconv.joints import region
 
@@ -40,7 +42,7 @@ KERNELS = {kernel.name: kernel for kernel in primitives.KERNELS.values()}
 # A GPU's alone: a CPU's targets and examples are without them.
 ON_GPUS = (
     *("dense_gated", "dense_gated_gradient", "dense_gradient", "conv_dgrad_sums", "conv_gradient", "conv_gradient_add"),
-    "conv_norm_gradient",
+    *("conv_norm_gradient", "conv_pooled"),
     *("conv_scaled", "conv_normalised_statistics"),
     *("batchnorm_backward_add", "batchnorm_shortcut_backward", "batchnorm_signs"),
 )
@@ -176,6 +178,21 @@ def gradient_operands() -> tuple[jax.Array, ...]:
     return tuple(jnp.ones(s, "bfloat16") for s in ((2, 5, 6, 24), (3, 3, 16, 24), (2, 5, 6, 16)))
 
 
+def pooled(x: jax.Array, w: jax.Array, b: jax.Array) -> jax.Array:
+    """conv_pooled of a 3x3 with a relu6 and windows of 3x3, by the kernel."""
+    options: dict[str, Any] = dict.fromkeys(("precision", "algorithm"))
+    options |= dict(stride=2, padding="SAME", dilation=1, groups=1, layout="NHWC", return_preactivation=False)
+    p = ConvProblem.infer("conv2d", 2, x, w, b, implementation="native", activation="relu6", **options)
+    y = jax.ShapeDtypeStruct(p.y_shape, p.dtype)
+    window: dict[str, Any] = dict(stride=2, padding=1, dilation=1, layout=None, algorithm=None, implementation=None)
+    return conv_pooled.kernel(PooledConvProblem.of(p, PoolProblem.infer("max_pool", y, 3, **window)), x, w, b)
+
+
+def pooled_operands() -> tuple[jax.Array, ...]:
+    """pooled's."""
+    return tuple(jnp.ones(s, "bfloat16") for s in ((2, 20, 24, 3), (3, 3, 3, 16), (16,)))
+
+
 def narrow(x: jax.Array, w: jax.Array, b: jax.Array, residual: jax.Array) -> jax.Array:
     """conv_scaled with everything that it has."""
     how: dict[str, Any] = dict(residual=residual, scale=b, residual_scale=0.5, out_scale=0.25, activation="relu")
@@ -287,6 +304,7 @@ def _all_programs() -> dict[str, tuple[str, Any, Any]]:
             (*gradient_operands(), jnp.ones((2, 5, 6, 16), "bfloat16")),
         ),
         "conv_norm_gradient": ("conv_norm_gradient", dz_through_norm, (*gradient_operands(), jnp.ones(16))),
+        "conv_pooled": ("conv_pooled", pooled, pooled_operands()),
         "conv_scaled": ("conv_scaled", narrow, narrow_operands()),
         "batchnorm_backward_add": ("batchnorm_backward_add", dx_and_addend, large),
         "batchnorm_signs": ("batchnorm_signs", with_signs, large),
@@ -391,6 +409,7 @@ YOUNGER = (
         "conv_gradient_add",
         "conv_integer",
         "conv_norm_gradient",
+        "conv_pooled",
         "conv_scaled",
         "conv_normalised",
         "conv_normalised_statistics",

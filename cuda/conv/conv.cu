@@ -154,6 +154,20 @@ Status ConvScaled(const Context& ctx, const ScaledConvProblem& p, const Plan& pl
   return Sm90EightFprop(ctx, p, plan, a, device.multiprocessors, what);
 }
 
+Status ConvPooled(const Context& ctx, const ConvProblem& p, const Epilogue& e, const PoolProblem& q,
+                  const Plan& plan, const ConvPooledArrays& a, Workspace) {
+  const std::string what = Describe("conv_pooled", p, plan);
+  Device device;
+  JAXCONV_RETURN_IF_ERROR(CurrentDevice(what, &device));
+  const std::string refusal = PooledRefusal(p, e.activation, q, plan, device);
+  if (!refusal.empty()) return Status::Unimplemented(what + ": " + refusal);
+  for (const void* array : std::initializer_list<const void*>{a.x, a.w, a.b, a.y}) {
+    if (reinterpret_cast<uintptr_t>(array) % 16 != 0)
+      return Status::Invalid(what + ": arrays must be 16-byte aligned");
+  }
+  return StemPooled(ctx, p, e, q, plan, a.x, a.w, a.b, a.y);
+}
+
 Status ConvDgradSums(const Context& ctx, const ConvProblem& p, const Plan& plan,
                      const ConvDgradSumsArrays& a, Workspace workspace) {
   JAXCONV_RETURN_IF_ERROR(

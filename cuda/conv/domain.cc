@@ -102,6 +102,13 @@ std::string NormalisedRefusal(ConvOp op, const ConvProblem& p, Activation activa
   return ConvRefusal(op == ConvOp::kSums ? ConvOp::kWgrad : op, p, plan, device);
 }
 
+std::string PooledRefusal(const ConvProblem& p, Activation activation, const PoolProblem& q,
+                          const Plan& plan, const Device& device) {
+  if (plan.kernel != "stem/sm90_pooled") return "only stem/sm90_pooled takes a pooling's maxima";
+  if (!plan.tile.empty()) return "it has one tile";
+  return conv::stem::RefusePooled(p, activation, q, device);
+}
+
 std::string GradientRefusal(ConvOp op, const ConvProblem& p, Activation activation,
                             const Plan& plan, const Device& device) {
   std::string why = ConvRefusal(op, p, plan, device);

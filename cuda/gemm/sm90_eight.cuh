@@ -359,7 +359,7 @@ __device__ __forceinline__ void AddResidualStage(const Sm90EightEpilogue& e, uin
   }
 }
 
-// Four neighbours of a residual as it lies.
+// Four neighbours of a residual of more bits, as it lies.
 template <Number kType>
 __device__ __forceinline__ void ReadFour(const void* residual, int64_t at, float (&r)[4]) {
   if constexpr (kType == Number::kF32) {
@@ -369,7 +369,7 @@ __device__ __forceinline__ void ReadFour(const void* residual, int64_t at, float
     r[1] = v.y;
     r[2] = v.z;
     r[3] = v.w;
-  } else if constexpr (SizeOf(kType) == 2) {
+  } else {
     using T = std::conditional_t<kType == Number::kBF16, __nv_bfloat16, __half>;
     const uint2 v = __ldg(reinterpret_cast<const uint2*>(static_cast<const T*>(residual) + at));
     const float2 low = UnpackPair(v.x, T()), high = UnpackPair(v.y, T());
@@ -377,14 +377,6 @@ __device__ __forceinline__ void ReadFour(const void* residual, int64_t at, float
     r[1] = low.y;
     r[2] = high.x;
     r[3] = high.y;
-  } else {
-    const uint32_t four =
-        __ldg(reinterpret_cast<const uint32_t*>(static_cast<const uint8_t*>(residual) + at));
-    if constexpr (IsInteger8(kType)) {
-      Bytes::Integers(four, kType == Number::kS8, r);
-    } else {
-      Bytes::Floats<kType == Number::kE4M3 ? __NV_E4M3 : __NV_E5M2>(four, r);
-    }
   }
 }
 
@@ -409,7 +401,7 @@ __device__ __forceinline__ void EachFour(const Sm90Product& p, const Sm90Place& 
   }
 }
 
-// v += a residual as it lies.
+// v += a residual of more bits.
 template <typename Tile>
 __device__ __forceinline__ void AddResidualAsItLies(const Sm90Product& p,
                                                     const Sm90EightEpilogue& e, const Sm90Place& at,
@@ -432,16 +424,6 @@ __device__ __forceinline__ void AddResidualAsItLies(const Sm90Product& p,
     JAXCONV_EIGHT_RESIDUAL(kF32)
     default:
       break;
-  }
-  if constexpr (!Tile::kNarrow) {
-    switch (e.residual_type) {
-      JAXCONV_EIGHT_RESIDUAL(kS8)
-      JAXCONV_EIGHT_RESIDUAL(kU8)
-      JAXCONV_EIGHT_RESIDUAL(kE4M3)
-      JAXCONV_EIGHT_RESIDUAL(kE5M2)
-      default:
-        break;
-    }
   }
 #undef JAXCONV_EIGHT_RESIDUAL
 }
@@ -564,7 +546,7 @@ __device__ __forceinline__ void FinishEightTile(
       }
     }
   }
-  if (Tile::kNarrow && p.added == Sm90Added::kMatrix) {
+  if (p.added == Sm90Added::kMatrix) {
     ring.Await();
     AddResidualStage<Tile>(e, ring.A(), block0, residual_scale, v);
     ReadsFirst();
@@ -575,7 +557,9 @@ __device__ __forceinline__ void FinishEightTile(
     AddResidualAsItLies<Tile>(p, e, at, block0, residual_scale, v);
   }
   auto& all = reinterpret_cast<float (&)[Tile::kBlocks * Tile::kTileN / 2]>(v[0][0]);
-  ActivateFast<__half>(e.activation, e.slope, all);
+  // Saturation is a relu too, if what is saturated has v's sign.
+  if (e.activation != Activation::kRelu || e.type != Number::kU8 || !(out_scale >= 0.f))
+    ActivateFast<__half>(e.activation, e.slope, all);
   if (e.out_scale != nullptr) {
 #pragma unroll
     for (float& z : all) z = __fmul_rn(z, out_scale);
@@ -608,7 +592,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   Sm90Ring<Tile> ring(SharedAddress(shared_bytes));
   Sm90Start(ring);
   const int group = __shfl_sync(0xffffffffu, int(threadIdx.x) / 128, 0) - 1;  // uniform
-  const bool added = Tile::kNarrow && p.added == Sm90Added::kMatrix;
+  const bool added = p.added == Sm90Added::kMatrix;
   if (group < 0) {
     RegistersDown<Tile::kProducerRegisters>();
     if (threadIdx.x == 0) {

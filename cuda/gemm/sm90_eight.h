@@ -38,7 +38,7 @@ constexpr bool EightHalves(TileSize tile, Number w, int64_t channels) {
   return w != Number::kU8 && tile.rows == 256 && (channels - 1) % 128 < 64;
 }
 
-// Of `p` are read: a (rank_a), b, d[0] where d has 8 bits, c where that and the residual have (Sm90Added::kMatrix), the phase,
+// Of `p` are read: a (rank_a), b, d[0] where d has 8 bits, c where the residual has (Sm90Added::kMatrix), the phase,
 // instances, n, channels, k_blocks. b is (k of all taps, 2, 4, 2, n / 16), a sixteen of n in the order of sm90_eight.cuh.
 #define JAXCONV_DECLARE_EIGHT(X, W)                                                            \
   Status LaunchSm90Eight##X##W(const Context& ctx, Sm90Product& p, const Sm90EightEpilogue& e, \

@@ -131,11 +131,6 @@ def batch(op: primitives.Kernel, p: ConvProblem, args: list[Array], dims: list[i
     return outs, [0] * len(outs)
 
 
-def _fused(p: ConvProblem) -> bool:
-    """Whether something follows the sum that is conv's and not fprop's."""
-    return p.bias or p.save_preactivation or p.activation.name != "none"
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # Partitioning: images, pixels, output and input channels; with groups, whole groups. Filter taps are not split.
 
@@ -617,7 +612,7 @@ def convolution(p: ConvProblem, x: Array, w: Array, *b: Array) -> list[Array]:
     """conv; fprop where nothing follows the sum; lax's own operations where there is nothing to compute."""
     if p.empty:
         return reference.conv(p, x, w, *b)
-    return conv_kernel(p, x, w, *b) if _fused(p) else [fprop(p, x, w)]
+    return conv_kernel(p, x, w, *b) if p.fused else [fprop(p, x, w)]
 
 
 def with_residual(p: ConvProblem, x: Array, w: Array, *rest: Array) -> list[Array]:

@@ -18,6 +18,7 @@ from jaxconv._problem import (
     GroupNormProblem,
     IntegerConvProblem,
     NormalisedConvProblem,
+    PooledConvProblem,
     PoolProblem,
     ScaledConvProblem,
     SqueezeExciteProblem,
@@ -199,6 +200,12 @@ def pool_refusal(plan: Plan, p: PoolProblem) -> str | None:
 def avg_pool_refusal(plan: Plan, p: PoolProblem) -> str | None:
     """conv_refusal of an average-pooling and its gradient."""
     return native.cpu.avg_pool_refusal(_pool(p), plan.kernel) or None
+
+
+def conv_pooled_refusal(plan: Plan, p: PooledConvProblem, device: Device) -> str | None:
+    """conv_refusal of a convolution with the max-pooling of its result behind it."""
+    made = plan.kernel, plan.tile, plan.splits, plan.chunk, *capability(device), device.sm_count
+    return native.cpu.conv_pooled_refusal(_conv(p.conv), p.activation.name, _pool(p.pool), *made) or None
 
 
 def pool_vector(p: PoolProblem) -> int:

@@ -10,6 +10,7 @@ from jaxconv._plan import (
     conv_dgrad_add,
     conv_integer,
     conv_normalised,
+    conv_pooled,
     conv_scaled,
     conv_statistics,
     dense,
@@ -28,6 +29,7 @@ _TABLE: dict[type[Planner], str] = {
     conv_dgrad_add.ConvGradient: "conv_gradient",
     conv_dgrad_add.GradientAdd: "conv_gradient_add",
     conv_dgrad_add.NormGradient: "conv_norm_gradient",
+    conv_pooled.ConvPooled: "conv_pooled",
     conv_integer.ConvInteger: "conv_integer",
     conv_scaled.ConvScaled: "conv_scaled",
     conv_normalised.ConvNormalised: (

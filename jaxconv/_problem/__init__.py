@@ -14,6 +14,7 @@ from jaxconv._problem.conv import (
     ConvBatchNormProblem,
     ConvProblem,
     NormalisedConvProblem,
+    PooledConvProblem,
     Together,
 )
 from jaxconv._problem.conv_integer import INTEGERS, IntegerConvProblem
@@ -111,6 +112,7 @@ __all__ = [
     "Pair",
     "PoolAlgorithm",
     "PoolProblem",
+    "PooledConvProblem",
     "Precision",
     "ScaledConvProblem",
     "SqueezeExciteAlgorithm",

@@ -38,6 +38,7 @@ from jaxconv._problem.parse import (
     shapes,
     transposed_extent,
 )
+from jaxconv._problem.pool import PoolProblem
 
 # The largest stride, dilation or pad that native code takes: kMaxStep in common/problem.h.
 MAX_STEP = 2**31 - 1
@@ -187,6 +188,11 @@ class ConvProblem:
                     )
                 return dataclasses.replace(p, implementation="xla")
         return p
+
+    @property
+    def fused(self) -> bool:
+        """Whether something follows the sum that is conv's and not fprop's."""
+        return self.bias or self.save_preactivation or self.activation.name != "none"
 
     def bare(self) -> ConvProblem:
         """The same convolution without its epilogue."""
@@ -453,6 +459,48 @@ class AddedConvProblem(ConvProblem):
 
     def __str__(self) -> str:
         return super().__str__() + " + residual" * self.residual
+
+
+@dataclasses.dataclass(frozen=True)
+class PooledConvProblem(ConvProblem):
+    """A convolution and the max-pooling of its result, which is in no memory: see `pool`."""
+
+    pool_window: tuple[int, ...] = ()
+    pool_stride: tuple[int, ...] = ()
+    pool_padding: tuple[Pair, ...] = ()
+    pool_dilation: tuple[int, ...] = ()
+    pool_spatial: tuple[int, ...] = ()  # of the pooling's result
+
+    @classmethod
+    def of(cls, conv: ConvProblem, pool: PoolProblem) -> PooledConvProblem:
+        """`pool` of what `conv` makes."""
+        window = pool.window, pool.stride, pool.padding, pool.dilation, pool.out_spatial
+        return cls(*conv.fields().values(), *window)
+
+    @property
+    def conv(self) -> ConvProblem:
+        """The convolution, with what is behind its sums."""
+        return ConvProblem(**self.fields())
+
+    @property
+    def pool(self) -> PoolProblem:
+        return PoolProblem(
+            self.name,
+            self.dtype,
+            self.batch,
+            self.out_channels,
+            self.out_spatial,
+            self.pool_window,
+            self.pool_spatial,
+            self.pool_stride,
+            self.pool_padding,
+            self.pool_dilation,
+            self.channels_last,
+            implementation="xla" if self.implementation == "xla" else None,
+        )
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}, max-pool {'x'.join(map(str, self.pool_window))}"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,7 +22,7 @@ from jaxconv import _plan
 from jaxconv._core import sharding
 from jaxconv._core.activations import Activation
 from jaxconv._core.graph import Array, Node, Value, number_of, scalar_of
-from jaxconv._ops import batchnorm, conv, conv_normalised, dense, gated, layer, reference
+from jaxconv._ops import batchnorm, conv, conv_normalised, conv_pooled, dense, gated, layer, reference
 from jaxconv._problem import (
     AddedConvProblem,
     BatchNormConvProblem,
@@ -33,6 +33,7 @@ from jaxconv._problem import (
     GatedGradientProblem,
     GatedProblem,
     NormalisedConvProblem,
+    PooledConvProblem,
     PoolProblem,
 )
 from jaxconv.joints.program import Program
@@ -992,6 +993,30 @@ def dgrad_and_sum(program: Program, node: Node, device: _plan.Device) -> bool:
     return True
 
 
+# ----------------------------------------------------------------------------------------------------------------------
+# A max-pooling behind a convolution that nobody else reads
+
+
+def convolution_and_pooling(program: Program, node: Node, device: _plan.Device) -> bool:
+    (x,), q = node.inputs, node.params["problem"]
+    before = maker(x, "conv") or maker(x, "conv_fprop")
+    forced = q.implementation is not None or q.algorithm is not None
+    if before is None or q.save or forced or not read_by(x, node) or split_by_type(*before.inputs):
+        return False
+    p: ConvProblem = before.params["problem"]
+    if p.save_preactivation or p.channels_last != q.channels_last:
+        return False
+    both = PooledConvProblem.of(p, q)
+    if not wants("conv_pooled", both, device) or not program.fits([before, node], before.inputs, node.outputs):
+        return False
+
+    def call(*args: Array) -> list[Array]:
+        return [conv_pooled.kernel(both, *args)]
+
+    program.splice([before, node], before.inputs, node.outputs, call, convolution_and_pooling, both)
+    return True
+
+
 # A rule that takes in more stands before one that takes in less.
 RULES = (
     Rule("two batch-norms of a residual block", ("jaxconv_batchnorm_train",), norm_and_shortcut),
@@ -1015,4 +1040,5 @@ RULES = (
     Rule("a dense layer that multiplies its halves", ("jaxconv_gate",), layer_and_gate),
     Rule("a dgrad through an activation that adds another gradient", ("add_any", "add"), gradient_and_add),
     Rule("a dgrad that takes a bias' gradient", ("jaxconv_conv_dgrad",), dgrad_and_sum),
+    Rule("a convolution that takes its pooling's maxima", ("jaxconv_max_pool",), convolution_and_pooling),
 )

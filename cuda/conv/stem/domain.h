@@ -5,6 +5,7 @@
 //   stem/mma               every pass, by mma.sync
 //   stem/sm90_narrow_in    sm_90: narrow to wide (fprop where C is small, dgrad where K is), and in 16 bit wgrad
 //   stem/sm90_narrow_out   sm_90: wide to narrow (dgrad where C is small, fprop where K is)
+//   stem/sm90_pooled       sm_90: fprop where C is small, and a max-pooling behind it (RefusePooled)
 //   stem/planes            fprop and wgrad where C is small and the filter has several planes, by the first two
 //   stem/patches           sm_90: dgrad of a filter that steps by its own extents, as a dense product
 #pragma once
@@ -140,6 +141,42 @@ inline std::string RefuseNarrowIn(ConvOp op, const ConvProblem& p, const Device&
   const bool fits = 2 * windows.SlotBytes(g, 1) <=
                     WgradRoom(g, windows, WgradKernelRows(g), kLeastWgradStages, 1);
   return fits ? "" : "its windows are too large for shared memory";
+}
+
+// A convolution and the max-pooling `q` of its result. The activation follows the maximum, so it must keep the order of numbers.
+inline std::string RefusePooled(const ConvProblem& p, Activation activation, const PoolProblem& q,
+                                const Device& device) {
+  if (std::string why = RefuseProblem(p, device); !why.empty()) return why;
+  if (!FewInputs(p)) return "it needs few channels in the array that it reads";
+  if (Empty(p) || q.out_size() == 0) return "there is nothing to compute";
+  if (std::string why = RefuseNarrowIn(ConvOp::kFprop, p, device); !why.empty()) return why;
+  if (activation != Activation::kNone && activation != Activation::kRelu &&
+      activation != Activation::kRelu6) {
+    return "behind its maxima it applies relu or relu6";
+  }
+  bool agrees = q.n == p.n && q.c == p.k && q.dtype == p.dtype;
+  for (int d = 0; d < 3; ++d) agrees = agrees && q.in[d] == p.out[d];
+  if (!agrees) return "its pooling is not one of the convolution's result";
+  if (q.window[0] != 1 || q.stride[0] != 1 || q.pad[0] != 0)
+    return "its pooling needs one tap, stride 1 and no padding on the first of three axes";
+  for (int d = 1; d < 3; ++d) {
+    if (q.window[d] < 2 || q.window[d] > 3 || q.stride[d] != 2 || q.dilation[d] != 1 ||
+        q.pad[d] > q.window[d] - 2) {
+      return "its pooling needs windows of 2 or 3 rows and columns that step by 2, with padding in "
+             "front of those of 3 of at most 1";
+    }
+    if ((q.out[d] - 1) * 2 - q.pad[d] >= q.in[d]) return "a window lies in the padding";
+  }
+  const StemGeometry g = MakeGeometry(p);
+  const PooledTile pool(g, q);
+  const NarrowWindows windows(g, int(SizeOf(p.dtype)), pool.cols);
+  const int steps = int(CeilDiv(g.taps / g.taps_w * windows.row_chunks, 2));
+  for (int step = 0; step < steps; ++step) {
+    if (windows.StepDistance(g, step) >= kMostDistance)
+      return "the chunks of a window are too far apart";
+  }
+  const bool fits = 2 * windows.SlotBytes(g, pool.WideRows(1)) <= pool.Room(g, steps, 1);
+  return fits ? "" : "its filter and windows are too large for shared memory";
 }
 
 inline std::string RefuseNarrowOut(ConvOp op, const ConvProblem& p, const Device& device) {

@@ -333,12 +333,11 @@ struct NarrowWindows {
   int first, row_chunks,
       skip;  // a window's first chunk, chunks of a row; the first `skip` pixels are padding
 
-  NarrowWindows(const StemGeometry& g, int item) {
+  NarrowWindows(const StemGeometry& g, int item) : NarrowWindows(g, item, Columns(g)) {}
+  NarrowWindows(const StemGeometry& g, int item, int columns) : cols(columns) {
     chunk_pixel = g.channels * item <= 8 && g.step[1] == 1 && g.stride[1] % 2 == 0 ? 8 : 16;
     const int of_chunk = 16 / chunk_pixel;  // pixels
     planes = g.stride[1] / of_chunk;
-    cols = RowColumns(g.wide[1]);
-    if (g.dense && cols < g.wide[1]) cols = int(CeilDiv(cols, 4)) * 4;
     lead = g.dense ? (g.first[1] % 4 + 4) % 4 : 0;
     skip = lead % of_chunk;
     first = (lead - skip) / of_chunk;
@@ -348,6 +347,10 @@ struct NarrowWindows {
     narrow_cols = int(CeilDiv((last + 1) * of_chunk, 4)) * 4;
     plane_bytes = int(CeilDiv(narrow_cols / of_chunk, planes)) * 16;
     row_bytes = planes * plane_bytes;
+  }
+  static int Columns(const StemGeometry& g) {
+    const int columns = RowColumns(g.wide[1]);
+    return g.dense && columns < g.wide[1] ? int(CeilDiv(columns, 4)) * 4 : columns;
   }
   // Where chunk s of row r of the first window lies in a slot.
   int ChunkAt(const StemGeometry& g, int r, int s) const {
@@ -381,6 +384,51 @@ inline int NarrowInRoom(const StemGeometry& g, int steps, int kernel_columns, in
   const int64_t filter = CeilDiv(g.wide_channels, 64) * NarrowInFilterTile(steps);
   return int(std::max<int64_t>(RoomOf(resident) - filter - boxes - kernel_columns * 16 - 64, -1));
 }
+
+// stem/sm90_pooled: y, behind a max-pooling of windows of 2 or 3 rows and columns that step by 2. A tile's columns are pairs
+// of wide pixels, a pair for each column of y. With several tiles a row, the pooling's window may reach into the pair
+// before: a tile then begins `before` wide pixels early.
+struct PooledTile {
+  int window[2], low[2], out[2];  // of the pooling: rows and columns; its padding in front; y's extents
+  int kernel_columns;             // wide pixels of a product, 64 or 112
+  int cols, before;               // wide pixels of a tile that exist
+  int pooled, tiles_w;            // columns of y of a tile
+
+  PooledTile() = default;
+  PooledTile(const StemGeometry& g, const PoolProblem& q) {
+    for (int d = 0; d < 2; ++d) {
+      window[d] = int(q.window[d + 1]);
+      low[d] = int(q.pad[d + 1]);
+      out[d] = int(q.out[d + 1]);
+    }
+    before = 0;
+    tiles_w = 1;
+    pooled = out[1];
+    cols = g.wide[1];
+    for (int columns : {64, 112}) {
+      kernel_columns = columns;
+      if (cols <= columns && pooled <= columns / 2) return;
+    }
+    before = low[1] == 0 ? 0 : 4;  // fours of pixels of three channels begin at fours
+    const int behind = window[1] == 3 && low[1] == 0 ? 1 : 0;
+    const auto tiles = [&](int columns) {
+      return CeilDiv(out[1], (columns - before - behind) / 4 * 2);
+    };
+    kernel_columns = tiles(64) * 64 <= tiles(112) * 112 ? 64 : 112;
+    tiles_w = int(tiles(kernel_columns));
+    pooled = int(CeilDiv(CeilDiv(out[1], tiles_w), 2)) * 2;
+    cols = before + 2 * pooled + behind;
+  }
+  // Rows of wide that two warpgroups of `rows` rows of y each need.
+  int WideRows(int rows) const { return 4 * rows + window[0] - 2; }
+  // Of a row of y, 128 bytes a pixel; behind them what a tile that begins early does not store.
+  int BoxBytes() const { return (kernel_columns / 2 + 8) * 128; }
+  int Room(const StemGeometry& g, int steps, int resident) const {
+    const int64_t filter = CeilDiv(g.wide_channels, 64) * NarrowInFilterTile(steps);
+    const int64_t rest = filter + kConsumers * 2 * BoxBytes() + kernel_columns * 16 + 64;
+    return int(std::max<int64_t>(RoomOf(resident) - rest, -1));
+  }
+};
 
 // wgrad with `stages` rows of wide pixels in flight, kernel_rows = 4 or 7 rows of taps.
 constexpr int kWgradParts = 4;  // of a window's row, chunks

@@ -18,6 +18,11 @@ using StemForward = Status(const Context& ctx, ConvOp op, const ConvProblem& p, 
                            const std::string& what);
 StemForward StemMma, StemNarrowIn, StemNarrowOut;
 
+// y = the max-pooling `q` of f(fprop + bias).
+Status StemConvPooled(const Context& ctx, const ConvProblem& p, const Epilogue& e,
+                      const PoolProblem& q, const void* x, const void* w, const void* bias, void* y,
+                      const std::string& what);
+
 // dw; `partials` holds `splits` arrays like it in float32.
 using StemWgradOf = Status(const Context& ctx, const ConvProblem& p, int64_t splits, const void* x,
                            const void* dy, void* dw, float* partials, const std::string& what);

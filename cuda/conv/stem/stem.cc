@@ -39,6 +39,11 @@ Status StemFprop(const Context& ctx, const ConvProblem& p, const Epilogue& e, co
   return kernel->forward(ctx, ConvOp::kFprop, p, e, x, w, bias, y, z, what);
 }
 
+Status StemPooled(const Context& ctx, const ConvProblem& p, const Epilogue& e, const PoolProblem& q,
+                  const Plan& plan, const void* x, const void* w, const void* bias, void* y) {
+  return conv::StemConvPooled(ctx, p, e, q, x, w, bias, y, Describe("conv_pooled", p, plan));
+}
+
 Status StemDgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, const void* dy,
                  const void* w, void* dx, Workspace workspace) {
   const std::string what = Describe("conv_dgrad", p, plan);

@@ -94,11 +94,11 @@ Status Sm90EightFprop(const Context& ctx, const ScaledConvProblem& s, const Plan
   if (SizeOf(s.y_type) == 1) {
     JAXCONV_RETURN_IF_ERROR(EncodeBytes(MatrixTensor(a.y, p.group_k(), p.groups, pixels),
                                         {columns, 1, 64}, what + " y", &g.d[0]));
-    if (s.residual && SizeOf(s.residual_type) == 1) {
-      g.added = Sm90Added::kMatrix;
-      JAXCONV_RETURN_IF_ERROR(EncodeBytes(MatrixTensor(a.residual, p.group_k(), p.groups, pixels),
-                                          {columns, 1, tile.rows}, what + " residual", &g.c));
-    }
+  }
+  if (s.residual && SizeOf(s.residual_type) == 1) {
+    g.added = Sm90Added::kMatrix;
+    JAXCONV_RETURN_IF_ERROR(EncodeBytes(MatrixTensor(a.residual, p.group_k(), p.groups, pixels),
+                                        {columns, 1, tile.rows}, what + " residual", &g.c));
   }
   return Launch(ctx, s, g, e, tile, multiprocessors, what);
 }
