@@ -51,6 +51,10 @@ def test_every_target_is_called():
     assert called == {direct_calls.KERNELS[name].target for name in here}
 
 
+# Axes of which another extent is another right call: two windows that step round its result down to the same.
+ROUNDED = {("conv_pooled", "operands", "x"): (1, 2), ("conv_pooled", "operands", "w"): (0, 1)}
+
+
 # Each is a program of its own to compile. `make test` has one type and one rank of each array, and of each axis the
 # extent that is one too large or the one that is too small, in turn: of the arrays that a kernel takes some meet each.
 # `make test-all` has all.
@@ -78,6 +82,8 @@ def test_an_extent_that_is_off_by_one_is_refused_by_name(name, side, array, turn
         by = (1, -1)[(ARRAYS.index((name, side, array)) + axis + turn) % 2]
         if side == "results" and shape[axis] + by == 0:
             continue  # XLA makes no call for a result without elements
+        if axis in ROUNDED.get((name, side, array), ()):
+            continue
         call = direct_calls.example(name)
         arrays = getattr(call, side)
         shape, dtype = arrays[array]

@@ -312,10 +312,11 @@ __device__ __forceinline__ constexpr int RegisterOf(int sixteen, int below, int 
   return sixteen * 8 + i / 2 * 4 + below * 2 + i % 2;
 }
 
-template <typename Tile, typename Unpack>
-__device__ __forceinline__ void AddFromBoxes(uint32_t boxes, int block0, float scale,
+// v += the terms that `terms` makes of four neighbours of 8 bits.
+template <typename Tile, typename Terms>
+__device__ __forceinline__ void AddFromBoxes(uint32_t boxes, int block0,
                                              float (&v)[Tile::kBlocks][Tile::kTileN / 2],
-                                             const Unpack& unpack) {
+                                             const Terms& terms) {
   const int lane = threadIdx.x % 32, in_block = threadIdx.x % 128 / 32 * 16 + lane % 16;
 #pragma unroll
   for (int m = 0; m < Tile::kBlocks; ++m) {
@@ -331,11 +332,13 @@ __device__ __forceinline__ void AddFromBoxes(uint32_t boxes, int block0, float s
                    : "memory");
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        float r[4];
-        unpack(four[i], r);
-        const int at = sixteen + i / 2, below = i % 2;
-        AddScaled(r, scale, &v[m][RegisterOf(at, below, 0)], &v[m][RegisterOf(at, below, 1)],
-                  &v[m][RegisterOf(at, below, 2)], &v[m][RegisterOf(at, below, 3)]);
+        float t[4];
+        terms(four[i], t);
+#pragma unroll
+        for (int q = 0; q < 4; ++q) {
+          float& sum = v[m][RegisterOf(sixteen + i / 2, i % 2, q)];
+          sum = __fadd_rn(sum, t[q]);
+        }
       }
     }
   }
@@ -346,16 +349,29 @@ template <typename Tile>
 __device__ __forceinline__ void AddResidualStage(const Sm90EightEpilogue& e, uint32_t boxes,
                                                  int block0, float scale,
                                                  float (&v)[Tile::kBlocks][Tile::kTileN / 2]) {
+  const auto scaled = [=](float (&t)[4]) {
+#pragma unroll
+    for (float& r : t) r = __fmul_rn(r, scale);
+  };
   if (e.residual_type == Number::kE4M3) {
-    AddFromBoxes<Tile>(boxes, block0, scale, v,
-                       [](uint32_t four, float (&r)[4]) { Bytes::Floats<__NV_E4M3>(four, r); });
+    AddFromBoxes<Tile>(boxes, block0, v, [=](uint32_t four, float (&t)[4]) {
+      Bytes::Floats<__NV_E4M3>(four, t);
+      scaled(t);
+    });
   } else if (e.residual_type == Number::kE5M2) {
-    AddFromBoxes<Tile>(boxes, block0, scale, v,
-                       [](uint32_t four, float (&r)[4]) { Bytes::Floats<__NV_E5M2>(four, r); });
+    AddFromBoxes<Tile>(boxes, block0, v, [=](uint32_t four, float (&t)[4]) {
+      Bytes::Floats<__NV_E5M2>(four, t);
+      scaled(t);
+    });
+  } else if (e.residual_type == Number::kU8 && scale > 0.f && scale < Bytes::kMostScale) {
+    AddFromBoxes<Tile>(boxes, block0, v,
+                       [=](uint32_t four, float (&t)[4]) { Bytes::Scaled(four, scale, t); });
   } else {
     const bool is_signed = e.residual_type == Number::kS8;
-    AddFromBoxes<Tile>(boxes, block0, scale, v,
-                       [=](uint32_t four, float (&r)[4]) { Bytes::Integers(four, is_signed, r); });
+    AddFromBoxes<Tile>(boxes, block0, v, [=](uint32_t four, float (&t)[4]) {
+      Bytes::Integers(four, is_signed, t);
+      scaled(t);
+    });
   }
 }
 
@@ -508,12 +524,19 @@ __device__ __forceinline__ void PutWide(const Sm90Product& p, const Sm90EightEpi
   }
 }
 
+// A tile's place.
+template <typename Tile>
+__device__ __forceinline__ Sm90Place LocateEight(const Sm90Product& p, const Sm90EightEpilogue& e,
+                                                 int tile) {
+  return e.same_columns ? LocateInColumn<Tile>(p, tile) : LocateTile<Tile>(p, tile);
+}
+
 // A warpgroup's sums on their way to d. Each step goes over all sums before the next begins (sm90_plain.cuh).
 template <typename Tile>
 __device__ __forceinline__ void FinishEightTile(
     const Sm90Product& p, const Sm90EightEpilogue& e, const Sm90Place& at, int group, int block0,
     float residual_scale, float out_scale, const EightScales<Tile::kTileN>& scales,
-    Sm90Ring<Tile>& ring, EightOutbox<Tile>& outbox,
+    bool scales_on_their_way, Sm90Ring<Tile>& ring, EightOutbox<Tile>& outbox,
     const typename Tile::Sum (&acc)[Tile::kBlocks][Tile::kTileN / 2]) {
   float v[Tile::kBlocks][Tile::kTileN / 2];
   if constexpr (!Tile::kNarrow && Tile::kIntegers) {
@@ -527,7 +550,7 @@ __device__ __forceinline__ void FinishEightTile(
       return;
     }
   }
-  scales.Wait(group + 1);
+  if (scales_on_their_way) scales.Wait(group + 1);
 #pragma unroll
   for (int sixteen = 0; sixteen < Tile::kTileN / 16; ++sixteen) {
     const int column = sixteen * 16 + threadIdx.x % 4 * 4;
@@ -599,7 +622,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
       PrefetchMap(p.a[0]);
       PrefetchMap(p.b);
       for (int tile = blockIdx.x; tile < p.tiles; tile += gridDim.x) {
-        const Sm90Place at = LocateTile<Tile>(p, tile);
+        const Sm90Place at = LocateEight<Tile>(p, e, tile);
         ProduceEightTile(p, e, at, ring);
         if (added) ProduceResidual(p, at, ring);
       }
@@ -612,6 +635,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     const float out_scale = e.out_scale == nullptr ? 1.f : __ldg(e.out_scale);
     const int block0 = Tile::kPingPong ? 0 : group * Tile::kBlocks;
     int turn = 0;
+    bool other_columns = true;  // than the last tile's
     for (int tile = blockIdx.x; tile < p.tiles; tile += gridDim.x) {
       if (Tile::kPingPong) {
         turn ^= 1;
@@ -622,15 +646,18 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
           continue;
         }
       }
-      const Sm90Place at = LocateTile<Tile>(p, tile);
-      NamedBarrier(group + 1, 128);  // the last tile's scales are read
-      scales.Load(e, int64_t(at.instance) * p.n + at.n, p.n - at.n);
+      const Sm90Place at = LocateEight<Tile>(p, e, tile);
+      if (other_columns) {
+        NamedBarrier(group + 1, 128);  // the last tile's scales are read
+        scales.Load(e, int64_t(at.instance) * p.n + at.n, p.n - at.n);
+      }
       typename Tile::Sum acc[Tile::kBlocks][Tile::kTileN / 2];
       Sm90EightLoop(ring, group, at.steps, acc, [&] {
         if (Tile::kPingPong && added) ring.Await();
       });
-      FinishEightTile<Tile>(p, e, at, group, block0, residual_scale, out_scale, scales, ring,
-                            outbox, acc);
+      FinishEightTile<Tile>(p, e, at, group, block0, residual_scale, out_scale, scales,
+                            other_columns, ring, outbox, acc);
+      other_columns = !e.same_columns;
     }
     if (threadIdx.x % 128 == 0) StoreWait();
     CopyWait<0>();
@@ -639,15 +666,16 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
 }
 
 template <typename Tile>
-Status LaunchSm90Eight(const Context& ctx, Sm90Product& p, const Sm90EightEpilogue& e,
+Status LaunchSm90Eight(const Context& ctx, Sm90Product& p, Sm90EightEpilogue e,
                        int multiprocessors, const std::string& what) {
   static_assert(sizeof(Sm90Product) + sizeof(Sm90EightEpilogue) <= 4096);
   CountTiles<Tile>(p);
   if (p.tiles == 0) return Status::Ok();
+  const int blocks = std::min(p.tiles, multiprocessors);
+  e.same_columns = blocks % (p.tiles_n * p.instances) == 0;
   const auto kernel = Sm90EightKernel<Tile>;
   JAXCONV_RETURN_IF_ERROR(AllowSharedMemory(reinterpret_cast<const void*>(kernel), what));
-  kernel<<<unsigned(std::min(p.tiles, multiprocessors)), Tile::kThreads, Tile::kSharedBytes,
-           ctx.stream>>>(p, e);
+  kernel<<<unsigned(blocks), Tile::kThreads, Tile::kSharedBytes, ctx.stream>>>(p, e);
   return LaunchStatus(what);
 }
 

@@ -32,6 +32,15 @@ struct Bytes {
       r[i] = __fsub_rn(__uint_as_float(__byte_perm(flipped, 0x4B000000u, 0x7440 + i)), bias);
     }
   }
+  // Of unsigned integers, times a positive scale below kMostScale, rounded once: (2^23 + r) * scale - 2^23 * scale, whose last
+  // term is exact, in one operation.
+  static constexpr float kMostScale = 1e30f;
+  __device__ __forceinline__ static void Scaled(uint32_t four, float scale, float (&t)[4]) {
+    const float minus = __fmul_rn(-8388608.f, scale);
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      t[i] = __fmaf_rn(__uint_as_float(__byte_perm(four, 0x4B000000u, 0x7440 + i)), scale, minus);
+  }
   template <__nv_fp8_interpretation_t kKind>
   __device__ __forceinline__ static void Floats(uint32_t four, float (&r)[4]) {
 #pragma unroll

@@ -92,6 +92,24 @@ __device__ __forceinline__ Sm90Place LocateTile(const Sm90Product& p, int tile) 
   return at;
 }
 
+// All tiles of a CTA have the same columns, so that its threads keep what they know of them: tiles are
+// numbered along the rows, through all instances, and gridDim.x is a multiple of those of a row. One
+// phase, no splits.
+template <typename Tile>
+__device__ __forceinline__ Sm90Place LocateInColumn(const Sm90Product& p, int tile) {
+  const unsigned row = p.by_columns.Div(unsigned(tile));
+  const unsigned column = unsigned(tile) - row * p.by_columns.d;
+  const unsigned instance = p.by_tiles_n.Div(column);
+  const Sm90Phase& phase = p.phase[0];
+  Sm90Place at = {};
+  at.instance = int(instance);
+  at.m = int(row) * Tile::kRows;
+  at.n = int(column - instance * p.by_tiles_n.d) * Tile::kColumns;
+  at.k_end = p.k_blocks;
+  at.steps = phase.taps[0] * phase.taps[1] * phase.taps[2] * p.k_blocks;
+  return at;
+}
+
 __device__ __forceinline__ Digits4 PixelOf(const Sm90Phase& phase, int m) {
   return SplitDigits(m, phase.by_extent[2], phase.by_extent[1], phase.by_extent[0]);
 }
@@ -313,22 +331,11 @@ struct Sm90EveryTile {
   int round = 0;
 };
 
-// All tiles of a CTA have the same columns, so that its threads keep what they know of them: tiles are
-// numbered along the rows, through all instances, and gridDim.x is a multiple of those of a row. One
-// phase, no splits.
+// Of LocateInColumn.
 struct Sm90OneColumn : Sm90EveryTile {
   template <typename Tile>
   __device__ __forceinline__ Sm90Place Locate(const Sm90Product& p) const {
-    const unsigned row = p.by_columns.Div(unsigned(Number()));
-    const unsigned column = unsigned(Number()) - row * p.by_columns.d;
-    const unsigned instance = p.by_tiles_n.Div(column);
-    Sm90Place at = {};
-    at.instance = int(instance);
-    at.m = int(row) * Tile::kRows;
-    at.n = int(column - instance * p.by_tiles_n.d) * Tile::kColumns;
-    at.k_end = p.k_blocks;
-    at.steps = Steps(p);
-    return at;
+    return LocateInColumn<Tile>(p, Number());
   }
   __device__ __forceinline__ int Steps(const Sm90Product& p) const {
     const Sm90Phase& phase = p.phase[0];

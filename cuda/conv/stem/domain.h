@@ -168,14 +168,14 @@ inline std::string RefusePooled(const ConvProblem& p, Activation activation, con
     if ((q.out[d] - 1) * 2 - q.pad[d] >= q.in[d]) return "a window lies in the padding";
   }
   const StemGeometry g = MakeGeometry(p);
-  const PooledTile pool(g, q);
+  const PooledTile pool(g, q, int(SizeOf(p.dtype)));
   const NarrowWindows windows(g, int(SizeOf(p.dtype)), pool.cols);
   const int steps = int(CeilDiv(g.taps / g.taps_w * windows.row_chunks, 2));
   for (int step = 0; step < steps; ++step) {
     if (windows.StepDistance(g, step) >= kMostDistance)
       return "the chunks of a window are too far apart";
   }
-  const bool fits = 2 * windows.SlotBytes(g, pool.WideRows(1)) <= pool.Room(g, steps, 1);
+  const bool fits = 2 * windows.SlotBytes(g, pool.WideRows(1)) <= pool.Room(g, steps);
   return fits ? "" : "its filter and windows are too large for shared memory";
 }
 

@@ -394,8 +394,13 @@ struct PooledTile {
   int cols, before;               // wide pixels of a tile that exist
   int pooled, tiles_w;            // columns of y of a tile
 
+  int groups, boxes;              // warpgroups that multiply; boxes of each
+
   PooledTile() = default;
-  PooledTile(const StemGeometry& g, const PoolProblem& q) {
+  PooledTile(const StemGeometry& g, const PoolProblem& q, int item) {
+    // A warpgroup's own work on a row takes twice as long as the row's products. float32 has no room for a third one.
+    groups = item == 2 ? 3 : 2;
+    boxes = item == 2 ? 1 : 2;
     for (int d = 0; d < 2; ++d) {
       window[d] = int(q.window[d + 1]);
       low[d] = int(q.pad[d + 1]);
@@ -419,14 +424,14 @@ struct PooledTile {
     pooled = int(CeilDiv(CeilDiv(out[1], tiles_w), 2)) * 2;
     cols = before + 2 * pooled + behind;
   }
-  // Rows of wide that two warpgroups of `rows` rows of y each need.
-  int WideRows(int rows) const { return 4 * rows + window[0] - 2; }
+  // Rows of wide that the warpgroups need, of `rows` rows of y each.
+  int WideRows(int rows) const { return 2 * groups * rows + window[0] - 2; }
   // Of a row of y, 128 bytes a pixel; behind them what a tile that begins early does not store.
   int BoxBytes() const { return (kernel_columns / 2 + 8) * 128; }
-  int Room(const StemGeometry& g, int steps, int resident) const {
+  int Room(const StemGeometry& g, int steps) const {
     const int64_t filter = CeilDiv(g.wide_channels, 64) * NarrowInFilterTile(steps);
-    const int64_t rest = filter + kConsumers * 2 * BoxBytes() + kernel_columns * 16 + 64;
-    return int(std::max<int64_t>(RoomOf(resident) - rest, -1));
+    const int64_t rest = filter + groups * boxes * BoxBytes() + kernel_columns * 16 + 64;
+    return int(std::max<int64_t>(RoomOf(1) - rest, -1));
   }
 };
 

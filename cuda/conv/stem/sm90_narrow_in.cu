@@ -37,7 +37,7 @@ struct NarrowInArgs : NarrowToWide<T> {
   EpilogueArgs<T> epilogue;
 };
 
-template <typename T, int kN>
+template <typename T, int kN, int kSteps>
 __global__ void __launch_bounds__(kWindowThreads, kResident<T, kN / 2>)
     NarrowInKernel(const __grid_constant__ NarrowInArgs<T> a) {
 #ifdef JAXCONV_SM90A
@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(kWindowThreads, kResident<T, kN / 2>)
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
   const int group = __shfl_sync(~0u, int(threadIdx.x / 128), 0) - 1;  // uniform
   const uint32_t barriers = shared + a.barriers_at;
-  if (threadIdx.x == 0) InitSlots(barriers);
+  if (threadIdx.x == 0) InitSlots(barriers, kConsumers);
   StageFilter(a, cells);
 
   if (group < 0) {
@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(kWindowThreads, kResident<T, kN / 2>)
     for (int row = group ^ (count * a.rows & 1); row < rows; row += kConsumers) {
       for (int tile_k = 0; tile_k < a.channel_tiles; ++tile_k) {
         float acc[kN / 2];
-        SumRow<T, kN>(a, shared + tile_k * a.filter_tile,
+        SumRow<T, kN, kSteps>(a, shared + tile_k * a.filter_tile,
                       narrow + row * g.stride[0] * a.row_bytes, acc);
 
         const int channel = tile_k * 64 + warp * 16 + lane / 4;
@@ -205,7 +205,7 @@ __global__ void __launch_bounds__(kWindowThreads, kResident<T, kRows * 4 * kPart
   const auto full = [&](int stage) {
     return barriers + 32 + (max(group, 0) * a.stages + stage) * 8;
   };
-  if (threadIdx.x == 0) InitSlots(barriers);
+  if (threadIdx.x == 0) InitSlots(barriers, kConsumers);
   if (group >= 0 && threadIdx.x % 128 == 0) {
     for (int stage = 0; stage < a.stages; ++stage) BarrierInit(full(stage), 1);
     BarrierInitFence();
@@ -405,7 +405,10 @@ Status LaunchToWide(const Context& ctx, NarrowInArgs<T> a, const NarrowWindows& 
   if (a.epilogue.z != nullptr) {
     JAXCONV_RETURN_IF_ERROR(EncodeWide(dtype, a, a.epilogue.z, what, &a.z_map));
   }
-  return Launch(ctx, NarrowInKernel<T, kN>, a, std::min<int64_t>(a.tiles, blocks),
+  const auto kernel = kN == 112 && a.steps == kStepsOf7x7<T>
+                          ? NarrowInKernel<T, kN, kN == 112 ? kStepsOf7x7<T> : 0>
+                          : NarrowInKernel<T, kN, 0>;
+  return Launch(ctx, kernel, a, std::min<int64_t>(a.tiles, blocks), kWindowThreads,
                 int(a.barriers_at) + 64, what);
 }
 
@@ -456,7 +459,7 @@ Status LaunchWgrad(const Context& ctx, NarrowInWgradArgs<T> a, const NarrowWindo
   const int bytes = int(a.barriers_at) + 32 + 2 * a.stages * 8;
   JAXCONV_RETURN_IF_ERROR(EncodeWide(dtype, a, wide, what, &a.wide_map));
   JAXCONV_RETURN_IF_ERROR(Launch(ctx, NarrowInWgradKernel<T, kRows, kParts>, a,
-                                 int64_t(a.parts) * slices, bytes, what));
+                                 int64_t(a.parts) * slices, kWindowThreads, bytes, what));
   return SumPartials(ctx, dtype, a.partials, a.parts, a.dw_count, {}, dw, what.c_str());
 }
 

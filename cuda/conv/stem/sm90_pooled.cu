@@ -28,6 +28,9 @@ struct PooledArgs : NarrowToWide<T> {
   int box_bytes;
 };
 
+template <typename T>
+constexpr int kGroups = sizeof(T) == 2 ? 3 : 2;  // PooledTile's
+
 __device__ __forceinline__ float MaxOrNan(float a, float b) {
   float max;
   asm("max.NaN.f32 %0, %1, %2;\n" : "=f"(max) : "f"(a), "f"(b));
@@ -66,8 +69,8 @@ __device__ __forceinline__ void PoolColumns(const PooledTile& pool, const float 
   }
 }
 
-template <typename T, int kN>
-__global__ void __launch_bounds__(kWindowThreads, kResident<T, kN / 2>)
+template <typename T, int kN, int kSteps>
+__global__ void __launch_bounds__((1 + kGroups<T>) * 128, 1)
     PooledKernel(const __grid_constant__ PooledArgs<T> a) {
 #ifdef JAXCONV_SM90A
   extern __shared__ __align__(1024) unsigned char cells[];
@@ -77,21 +80,23 @@ __global__ void __launch_bounds__(kWindowThreads, kResident<T, kN / 2>)
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
   const int group = __shfl_sync(~0u, int(threadIdx.x / 128), 0) - 1;  // uniform
   const uint32_t barriers = shared + a.barriers_at;
-  if (threadIdx.x == 0) InitSlots(barriers);
+  if (threadIdx.x == 0) InitSlots(barriers, kGroups<T>);
   StageFilter(a, cells);
 
   if (group < 0) {
+    if constexpr (kGroups<T> == 3) RegistersDown<56>();
     FillSlots<T>(a, shared, barriers, blockIdx.x, gridDim.x);
     return;
   }
+  if constexpr (kGroups<T> == 3) RegistersUp<152>();
   constexpr int kCount = kN / 4;  // of a row of y, a thread's
-  int slot = 0, box = 0;
+  int slot = 0;
   uint32_t parity = 0;
-  const uint32_t boxes = shared + a.boxes_at + group * 2 * a.box_bytes;
+  const uint32_t boxes = shared + a.boxes_at + group * pool.boxes * a.box_bytes;
   const bool elected = threadIdx.x % 128 == 0;
   for (int64_t tile = blockIdx.x; tile < a.tiles; tile += gridDim.x) {
     const QuotRem w = DivMod(tile, a.by_tiles_w), h = DivMod(w.quot, a.by_tiles_h);
-    const int first = (h.rem * kConsumers + group) * a.rows;  // row of y
+    const int first = (h.rem * kGroups<T> + group) * a.rows;  // row of y
     const int rows = min(a.rows, pool.out[0] - first);
     const int first_col = w.rem * a.tile_step[1] - a.tile_before[1];
     const bool edge = first_col < 0 || first_col + kN > g.wide[1];
@@ -110,13 +115,7 @@ __global__ void __launch_bounds__(kWindowThreads, kResident<T, kN / 2>)
 #pragma unroll
         for (int i = 0; i < kCount; ++i)
           v[i] = MinOrNan(MaxOrNan(v[i] + bias[i % 2], a.least), a.greatest);
-        if (elected) {
-          if constexpr (sizeof(T) == 2) {
-            StoreWaitRead<1>();
-          } else {
-            StoreWaitRead<0>();
-          }
-        }
+        if (elected) StoreWaitRead<0>();
         NamedBarrier(1 + group, 128);
         // Where column `column` of the tile's pairs lies in a box; those that began early behind the others.
         const auto place = [&](int column) {
@@ -131,7 +130,7 @@ __global__ void __launch_bounds__(kWindowThreads, kResident<T, kN / 2>)
             for (int j = 0; j < kN / 8; j += 4) {
               const bool four = j + 4 <= kN / 8;  // else the last two
               const int pixel = place(j * 4 + row + (four ? lane / 16 * 8 : 0));
-              const uint32_t at = boxes + box * a.box_bytes + pixel * 128 +
+              const uint32_t at = boxes + pixel * 128 +
                                   ((warp * 2 + lane / 8 % 2) ^ (pixel % 8)) * 16;
               const uint32_t low = PackPair(v[j * 2], v[j * 2 + 2], T()),
                              high = PackPair(v[j * 2 + 1], v[j * 2 + 3], T());
@@ -158,12 +157,11 @@ __global__ void __launch_bounds__(kWindowThreads, kResident<T, kN / 2>)
         NamedBarrier(1 + group, 128);
         if (elected) {
           const int to_col = w.rem * pool.pooled, to_row = int(h.quot) * pool.out[0] + to;
-          StoreTile(a.y_map, boxes + box * a.box_bytes, tile_k * 64, to_col, to_row);
+          StoreTile(a.y_map, boxes, tile_k * 64, to_col, to_row);
           if (sizeof(T) == 4 && tile_k * 64 + 32 < g.wide_channels)
             StoreTile(a.y_map, boxes + a.box_bytes, tile_k * 64 + 32, to_col, to_row);
           StoreCommit();
         }
-        if (sizeof(T) == 2) box ^= 1;
       };
 
       float most[kCount];  // of the window's rows so far
@@ -175,7 +173,7 @@ __global__ void __launch_bounds__(kWindowThreads, kResident<T, kN / 2>)
         float of_row[kCount];
         if (unsigned(first * 2 - pool.low[0] + row) < unsigned(g.wide[0])) {
           float acc[kN / 2];
-          SumRow<T, kN>(a, shared + tile_k * a.filter_tile,
+          SumRow<T, kN, kSteps>(a, shared + tile_k * a.filter_tile,
                         narrow + row * g.stride[0] * a.row_bytes, acc);
           if (edge) {
 #pragma unroll
@@ -212,15 +210,14 @@ __global__ void __launch_bounds__(kWindowThreads, kResident<T, kN / 2>)
 // The rows of y of a warpgroup's part of a tile so that two slots fit into `room` and `blocks` blocks have done the earliest,
 // or false.
 template <typename T>
-bool ChoosePooledRows(PooledArgs<T>& a, const NarrowWindows& windows, int room, int blocks,
-                      int resident) {
+bool ChoosePooledRows(PooledArgs<T>& a, const NarrowWindows& windows, int room, int blocks) {
   const StemGeometry& g = a.g;
   const PooledTile& pool = a.pool;
   const auto set = [&](int rows) {
     a.rows = rows;
     a.slot_bytes = windows.SlotBytes(g, pool.WideRows(rows));
     a.narrow_rows = a.slot_bytes / a.row_bytes;
-    a.tiles = int64_t(g.images) * pool.tiles_w * CeilDiv(pool.out[0], rows * kConsumers);
+    a.tiles = int64_t(g.images) * pool.tiles_w * CeilDiv(pool.out[0], rows * pool.groups);
   };
   double least = 1e30;
   int best = 0;
@@ -228,8 +225,8 @@ bool ChoosePooledRows(PooledArgs<T>& a, const NarrowWindows& windows, int room, 
     set(rows);
     if (2 * a.slot_bytes > room) break;
     const double produced = double(a.narrow_rows) * a.by_items.d / 128 * (a.fours ? 90 : 200) + 800;
-    const double products = kConsumers * (rows * 2 + pool.window[0] - 2) * a.steps *
-                            a.channel_tiles * (pool.kernel_columns / 2.0) * resident;
+    const double products = pool.groups * (rows * 2 + pool.window[0] - 2) * a.steps *
+                            a.channel_tiles * (pool.kernel_columns / 2.0);
     const double cost = double(CeilDiv(a.tiles, blocks)) * (std::max(products, produced) + 200);
     if (cost < least) {
       least = cost;
@@ -238,11 +235,11 @@ bool ChoosePooledRows(PooledArgs<T>& a, const NarrowWindows& windows, int room, 
   }
   if (best == 0) return false;
   set(best);
-  a.tile_step[0] = best * kConsumers * 2;
+  a.tile_step[0] = best * pool.groups * 2;
   a.tile_before[0] = pool.low[0];
   a.tile_step[1] = pool.pooled * 2;
   a.tile_before[1] = pool.before;
-  a.by_tiles_h = FastDiv(CeilDiv(pool.out[0], best * kConsumers));
+  a.by_tiles_h = FastDiv(CeilDiv(pool.out[0], best * pool.groups));
   a.by_tiles_w = FastDiv(pool.tiles_w);
   return true;
 }
@@ -253,21 +250,21 @@ Status LaunchPooled(const Context& ctx, PooledArgs<T> a, const NarrowWindows& wi
   Device device;
   JAXCONV_RETURN_IF_ERROR(CurrentDevice(what, &device));
   const StemGeometry& g = a.g;
-  int resident = kResident<T, kN / 2>;
-  while (!ChoosePooledRows(a, windows, a.pool.Room(g, a.steps, resident),
-                           device.multiprocessors * resident, resident)) {
-    if (--resident == 0) return Status::Internal(what + ": no tile fits");
-  }
+  if (!ChoosePooledRows(a, windows, a.pool.Room(g, a.steps), device.multiprocessors))
+    return Status::Internal(what + ": no tile fits");
   a.box_bytes = a.pool.BoxBytes();
   a.boxes_at = uint32_t(a.channel_tiles * a.filter_tile);
-  a.narrow_at = a.boxes_at + kConsumers * 2 * a.box_bytes;
+  a.narrow_at = a.boxes_at + a.pool.groups * a.pool.boxes * a.box_bytes;
   a.barriers_at = a.narrow_at + 2 * a.slot_bytes + kN * 16;
   const int64_t k = g.wide_channels, rows = int64_t(g.images) * a.pool.out[0];
   const TmaTensor tensor = {y, 3, {k, a.pool.out[1], rows}, {1, k, k * a.pool.out[1]}};
   JAXCONV_RETURN_IF_ERROR(
       EncodeTiled(dtype, tensor, {0, a.pool.pooled, 1, 1, 1}, what, &a.y_map));
-  const int64_t blocks = std::min<int64_t>(a.tiles, device.multiprocessors * resident);
-  return Launch(ctx, PooledKernel<T, kN>, a, blocks, int(a.barriers_at) + 64, what);
+  const int64_t blocks = std::min<int64_t>(a.tiles, device.multiprocessors);
+  const auto kernel = kN == 112 && a.steps == kStepsOf7x7<T>
+                          ? PooledKernel<T, kN, kN == 112 ? kStepsOf7x7<T> : 0>
+                          : PooledKernel<T, kN, 0>;
+  return Launch(ctx, kernel, a, blocks, (1 + kGroups<T>) * 128, int(a.barriers_at) + 64, what);
 }
 
 }  // namespace
@@ -278,7 +275,7 @@ Status StemConvPooled(const Context& ctx, const ConvProblem& p, const Epilogue& 
   return ForElement(p.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     const StemGeometry g = MakeGeometry(p);
-    const PooledTile pool(g, q);
+    const PooledTile pool(g, q, sizeof(T));
     PooledArgs<T> a{};
     a.pool = pool;
     const NarrowWindows windows(g, sizeof(T), pool.cols);

@@ -164,10 +164,11 @@ __device__ __forceinline__ void FillSlots(const NarrowSlots<T>& a, uint32_t shar
   }
 }
 
-[[maybe_unused]] __device__ inline void InitSlots(uint32_t barriers) {
+// `groups`: warpgroups that multiply.
+[[maybe_unused]] __device__ inline void InitSlots(uint32_t barriers, int groups) {
   for (int slot = 0; slot < 2; ++slot) {
     BarrierInit(barriers + slot * 16, 128);
-    BarrierInit(barriers + slot * 16 + 8, kConsumers * 4);
+    BarrierInit(barriers + slot * 16 + 8, groups * 4);
   }
   BarrierInitFence();
 }
@@ -192,7 +193,7 @@ __device__ __forceinline__ void StageFilter(const NarrowToWide<T>& a, unsigned c
   constexpr int kElements = 16 / int(sizeof(T));  // of a chunk
   int* table = reinterpret_cast<int*>(cells + a.boxes_at);
   const int elements = a.filter_tile / kBlockBytes * 8 * kElements;
-  for (int e = threadIdx.x; e < elements; e += kWindowThreads) {
+  for (int e = threadIdx.x; e < elements; e += blockDim.x) {
     const int chunk = e / kElements;
     int from = -1;
     if (chunk < a.steps * 2) {
@@ -210,7 +211,7 @@ __device__ __forceinline__ void StageFilter(const NarrowToWide<T>& a, unsigned c
     const int channel = tile * 64 + n;
     const T* w = a.w + channel * g.w_wide;
 #pragma unroll 8
-    for (int e = threadIdx.x / 64; e < elements; e += kWindowThreads / 64) {
+    for (int e = threadIdx.x / 64; e < elements; e += blockDim.x / 64) {
       const int from = table[e], chunk = e / kElements;
       const uint32_t bits = from >= 0 && channel < g.wide_channels ? NarrowBits(w + from) : 0;
       unsigned char* to = cells + tile * a.filter_tile + chunk / 8 * kBlockBytes + n * 128 +
@@ -226,21 +227,37 @@ __device__ __forceinline__ void StageFilter(const NarrowToWide<T>& a, unsigned c
   __syncthreads();
 }
 
+// The steps of a filter of 7x7 taps and at most four channels. Where they are known the tensor cores wait for none of them;
+// finding a step's operands takes about as long as 112 columns' products.
+template <typename T>
+constexpr int kStepsOf7x7 = sizeof(T) == 2 ? 14 : 25;
+
 // The sums of a row of kN wide pixels: 64 channels, whose filter is `filter`, of the windows that begin at `narrow`.
-template <typename T, int kN>
+// kSteps: a.steps, or 0 for any.
+template <typename T, int kN, int kSteps>
 __device__ __forceinline__ void SumRow(const NarrowToWide<T>& a, uint32_t filter_at,
                                        uint32_t narrow, float (&acc)[kN / 2]) {
   // Not swizzled: eight pixels are 128 bytes, the next eight follow.
   const uint64_t from = uint64_t(128 / 16) << 32 | uint64_t(narrow >> 4);
   const uint64_t filter = OperandDescriptor<true>(filter_at);
-  int step = 0;
-#pragma unroll 1
-  do {
-    WgmmaFence();
+  const auto multiply = [&](int step) {
     WgmmaRow<T>(acc, filter + step / 4 * (kBlockBytes / 16) + step % 4 * 2,
                 from + a.step_at[step], step > 0);
+  };
+  if constexpr (kSteps > 0) {
+    WgmmaFence();
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) multiply(step);
     WgmmaCommit();
-  } while (++step < a.steps);
+  } else {
+    int step = 0;
+#pragma unroll 1
+    do {
+      WgmmaFence();
+      multiply(step);
+      WgmmaCommit();
+    } while (++step < a.steps);
+  }
   WgmmaWait<0>();
   Pin(acc);
 }
@@ -298,11 +315,11 @@ void SetFilter(NarrowToWide<T>& a, const NarrowWindows& windows, const void* w) 
 }
 
 template <typename Kernel, typename Args>
-Status Launch(const Context& ctx, Kernel kernel, const Args& a, int64_t blocks, int bytes,
-              const std::string& what) {
+Status Launch(const Context& ctx, Kernel kernel, const Args& a, int64_t blocks, int threads,
+              int bytes, const std::string& what) {
   JAXCONV_RETURN_IF_ERROR(CheckBlocks(blocks, what));
   JAXCONV_RETURN_IF_ERROR(AllowSharedMemory(reinterpret_cast<const void*>(kernel), what));
-  kernel<<<unsigned(blocks), kWindowThreads, bytes, ctx.stream>>>(a);
+  kernel<<<unsigned(blocks), threads, bytes, ctx.stream>>>(a);
   return LaunchStatus(what);
 }
 
