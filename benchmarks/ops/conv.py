@@ -264,7 +264,8 @@ class ConvCase(base.Case):
 
     @classmethod
     def call_bytes(cls, op: str, problem: Any, item: int) -> float:
-        arrays = [problem.x_shape, problem.w_shape, problem.y_shape]
+        y = problem.pool.y_shape if op == "conv_pooled" else problem.y_shape
+        arrays = [problem.x_shape, problem.w_shape, y]
         arrays += {
             "conv_dgrad_add": [problem.x_shape],
             "conv_add": [problem.y_shape],

@@ -84,11 +84,11 @@ __global__ void __launch_bounds__((1 + kGroups<T>) * 128, 1)
   StageFilter(a, cells);
 
   if (group < 0) {
-    if constexpr (kGroups<T> == 3) RegistersDown<56>();
-    FillSlots<T>(a, shared, barriers, blockIdx.x, gridDim.x);
+    if constexpr (kGroups<T> == 3) RegistersDown<80>();
+    FillSlots<sizeof(T) == 2 ? 5 : 4>(a, shared, barriers, blockIdx.x, gridDim.x);
     return;
   }
-  if constexpr (kGroups<T> == 3) RegistersUp<152>();
+  if constexpr (kGroups<T> == 3) RegistersUp<144>();
   constexpr int kCount = kN / 4;  // of a row of y, a thread's
   int slot = 0;
   uint32_t parity = 0;

@@ -47,80 +47,93 @@ struct NarrowSlots {
   }
 };
 
-// The narrow pixels of a tile, from (h0, w0) on, zero outside the array.
-template <typename T>
+// The narrow pixels of a tile, from (h0, w0) on, zero outside the array. Threads 0..127, which have kBatch fours of pixels
+// under way each.
+template <int kBatch, typename T>
 __device__ __forceinline__ void LoadSlot(const NarrowSlots<T>& a, uint32_t slot, int image, int h0,
                                          int w0) {
   const StemGeometry& g = a.g;
   const T* base = a.narrow + image * g.narrow_n;
-  const int items = a.narrow_rows * int(a.by_items.d);
-  const auto place = [&](int row, int chunk) {
+  const auto place = [&](int chunk) {
     const int pos = int(a.by_planes.Div(chunk));
-    return slot + uint32_t(row * a.row_bytes + (chunk - pos * a.planes) * a.plane_bytes + pos * 16);
+    return slot + uint32_t((chunk - pos * a.planes) * a.plane_bytes + pos * 16);
   };
   if (a.fours) {
     constexpr int kWords = 3 * int(sizeof(T));  // of four pixels
-    constexpr int kBatch = 4;
-    for (int item0 = threadIdx.x; item0 < items; item0 += 128 * kBatch) {
-      uint32_t v[kBatch][kWords];
+    // A thread has a four of every row, or of every second, ...: it finds its places once.
+    const int per_row = int(a.by_items.d), at_once = max(128 / per_row, 1);
+    const int first = int(a.by_items.Div(threadIdx.x));
+    const int64_t next = int64_t(at_once) * g.narrow[1] * 3;
+    for (int four = threadIdx.x - first * per_row; four < per_row && first < at_once; four += 128) {
+      const int w = w0 + four * 4;
+      const bool in_row = unsigned(w) < unsigned(g.narrow[1]);
+      constexpr int kChunks = 4;
+      uint32_t to[kChunks];  // of two pixels, or of one
 #pragma unroll
-      for (int i = 0; i < kBatch; ++i) {
-        const int item = item0 + i * 128, row = int(a.by_items.Div(item));
-        const int h = h0 + row, w = w0 + (item - row * int(a.by_items.d)) * 4;
-        const bool inside = item < items && unsigned(h) < unsigned(g.narrow[0]) &&
-                            unsigned(w) < unsigned(g.narrow[1]);
-        const T* from = base + int64_t(h * g.narrow[1] + w) * 3;
-#pragma unroll
-        for (int k = 0; k < 3; ++k) {
-          if constexpr (sizeof(T) == 2) {
-            const uint2 u = inside ? __ldg(reinterpret_cast<const uint2*>(from) + k) : uint2{};
-            v[i][k * 2] = u.x;
-            v[i][k * 2 + 1] = u.y;
-          } else {
-            const uint4 u = inside ? __ldg(reinterpret_cast<const uint4*>(from) + k) : uint4{};
-            v[i][k * 4] = u.x;
-            v[i][k * 4 + 1] = u.y;
-            v[i][k * 4 + 2] = u.z;
-            v[i][k * 4 + 3] = u.w;
-          }
-        }
+      for (int k = 0; k < kChunks; ++k) {
+        if (a.chunk_pixel == 16 || k < 2)
+          to[k] = place(a.chunk_pixel == 8 ? four * 2 + k : four * 4 + k) + first * a.row_bytes;
       }
+      const T* from = base + (int64_t(h0 + first) * g.narrow[1] + w) * 3;
+      for (int row0 = first; row0 < a.narrow_rows; row0 += at_once * kBatch) {
+        uint32_t v[kBatch][kWords];
 #pragma unroll
-      for (int i = 0; i < kBatch; ++i) {
-        const int item = item0 + i * 128, row = int(a.by_items.Div(item));
-        const int col = (item - row * int(a.by_items.d)) * 4;
-        if (item >= items) break;
-        if constexpr (sizeof(T) == 2) {
-          const uint32_t (&u)[kWords] = v[i];
-          const uint2 pixel[4] = {{u[0], u[1] & 0xffff},
-                                  {__byte_perm(u[1], u[2], 0x5432), u[2] >> 16},
-                                  {u[3], u[4] & 0xffff},
-                                  {__byte_perm(u[4], u[5], 0x5432), u[5] >> 16}};
-          if (a.chunk_pixel == 8) {
+        for (int i = 0; i < kBatch; ++i) {
+          const int row = row0 + i * at_once;
+          const bool inside =
+              in_row && row < a.narrow_rows && unsigned(h0 + row) < unsigned(g.narrow[0]);
 #pragma unroll
-            for (int k = 0; k < 2; ++k) {
-              StoreShared16(place(row, col / 2 + k),
-                            make_uint4(pixel[k * 2].x, pixel[k * 2].y, pixel[k * 2 + 1].x,
-                                       pixel[k * 2 + 1].y));
+          for (int k = 0; k < 3; ++k) {
+            if constexpr (sizeof(T) == 2) {
+              const uint2 u = inside ? __ldg(reinterpret_cast<const uint2*>(from) + k) : uint2{};
+              v[i][k * 2] = u.x;
+              v[i][k * 2 + 1] = u.y;
+            } else {
+              const uint4 u = inside ? __ldg(reinterpret_cast<const uint4*>(from) + k) : uint4{};
+              v[i][k * 4] = u.x;
+              v[i][k * 4 + 1] = u.y;
+              v[i][k * 4 + 2] = u.z;
+              v[i][k * 4 + 3] = u.w;
+            }
+          }
+          from += next;
+        }
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) {
+          if (row0 + i * at_once >= a.narrow_rows) break;
+          if constexpr (sizeof(T) == 2) {
+            const uint32_t (&u)[kWords] = v[i];
+            const uint2 pixel[4] = {{u[0], u[1] & 0xffff},
+                                    {__byte_perm(u[1], u[2], 0x5432), u[2] >> 16},
+                                    {u[3], u[4] & 0xffff},
+                                    {__byte_perm(u[4], u[5], 0x5432), u[5] >> 16}};
+            if (a.chunk_pixel == 8) {
+#pragma unroll
+              for (int k = 0; k < 2; ++k) {
+                StoreShared16(to[k], make_uint4(pixel[k * 2].x, pixel[k * 2].y,
+                                                pixel[k * 2 + 1].x, pixel[k * 2 + 1].y));
+              }
+            } else {
+#pragma unroll
+              for (int k = 0; k < 4; ++k)
+                StoreShared16(to[k], make_uint4(pixel[k].x, pixel[k].y, 0, 0));
             }
           } else {
 #pragma unroll
             for (int k = 0; k < 4; ++k) {
-              StoreShared16(place(row, col + k), make_uint4(pixel[k].x, pixel[k].y, 0, 0));
+              StoreShared16(to[k],
+                            make_uint4(RoundToTf32(v[i][k * 3]), RoundToTf32(v[i][k * 3 + 1]),
+                                       RoundToTf32(v[i][k * 3 + 2]), 0));
             }
           }
-        } else {
 #pragma unroll
-          for (int k = 0; k < 4; ++k) {
-            StoreShared16(place(row, col + k),
-                          make_uint4(RoundToTf32(v[i][k * 3]), RoundToTf32(v[i][k * 3 + 1]),
-                                     RoundToTf32(v[i][k * 3 + 2]), 0));
-          }
+          for (int k = 0; k < kChunks; ++k) to[k] += at_once * a.row_bytes;
         }
       }
     }
     return;
   }
+  const int items = a.narrow_rows * int(a.by_items.d);
   for (int item = threadIdx.x; item < items; item += 128) {
     const int row = int(a.by_items.Div(item)), col = item - row * int(a.by_items.d);
     const int h = h0 + row, w = w0 + col;
@@ -137,15 +150,15 @@ __device__ __forceinline__ void LoadSlot(const NarrowSlots<T>& a, uint32_t slot,
       }
     }
     if (a.chunk_pixel == 8) {
-      StoreShared8(place(row, col / 2) + col % 2 * 8, make_uint2(word[0], word[1]));
+      StoreShared8(place(col / 2) + row * a.row_bytes + col % 2 * 8, make_uint2(word[0], word[1]));
     } else {
-      StoreShared16(place(row, col), make_uint4(word[0], word[1], word[2], word[3]));
+      StoreShared16(place(col) + row * a.row_bytes, make_uint4(word[0], word[1], word[2], word[3]));
     }
   }
 }
 
 // The producers' part: the tiles of a block, one after another.
-template <typename T>
+template <int kBatch = 4, typename T>
 __device__ __forceinline__ void FillSlots(const NarrowSlots<T>& a, uint32_t shared,
                                           uint32_t barriers, int64_t begin, int64_t stride) {
   const StemGeometry& g = a.g;
@@ -154,7 +167,7 @@ __device__ __forceinline__ void FillSlots(const NarrowSlots<T>& a, uint32_t shar
   for (int64_t tile = begin; tile < a.tiles; tile += stride) {
     const QuotRem w = DivMod(tile, a.by_tiles_w), h = DivMod(w.quot, a.by_tiles_h);
     BarrierWait(barriers + slot * 16 + 8, parity ^ 1);
-    LoadSlot(a, shared + a.narrow_at + slot * a.slot_bytes, int(h.quot),
+    LoadSlot<kBatch>(a, shared + a.narrow_at + slot * a.slot_bytes, int(h.quot),
              (h.rem * a.tile_step[0] - a.tile_before[0]) * g.stride[0] + g.first[0],
              (w.rem * a.tile_step[1] - a.tile_before[1]) * g.stride[1] + g.first[1] - a.lead);
     FenceForTma();
