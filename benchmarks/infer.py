@@ -22,8 +22,9 @@ Of each program also: what it launches (`jaxconv.launches`), and, where CUPTI is
 what it took to trace and compile; its memory (arguments, results, temporaries, constants and code).
 
 With --single also the single answer: what a call of a frozen model takes at batch 1, by the way in which it is called
-(jitted or compiled ahead of time, with graph_options, a donated input, from NumPy to NumPy, through pinned memory, with
-Python's garbage collector off and the thread on one core), and where its median goes (benchmarks/single.py).
+(jitted or compiled ahead of time, with graph_options, a donated input or answer, from NumPy to NumPy, through pinned
+memory, with Python's garbage collector off and the thread on one core), and where its median goes
+(benchmarks/single.py).
 """
 
 from __future__ import annotations

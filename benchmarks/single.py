@@ -33,6 +33,7 @@ CALLS = {
     "compiled": "compiled, without `graph_options`",
     "compiled_graphs": "compiled",
     "donated": "compiled, x donated",
+    "replaced": "compiled, the last answer donated",
     "polled": "compiled, `is_ready()` asked again and again",
     "host": "compiled, from NumPy to NumPy",
     "pinned": "compiled, from NumPy to NumPy, pinned",
@@ -98,6 +99,7 @@ def ways(
     jax.block_until_ready(donated(given))
     if not given.is_deleted():
         remarks["donated"] = "no result has x's shape and type, so JAX does not use the donation"
+    found["replaced"] = _replaced(predict, x, captured(x), graphs)
     found["polled"] = Call(here, captured, _polled)
     found["host"] = Call(lambda: image, captured, np.asarray)
     try:
@@ -108,6 +110,18 @@ def ways(
     one = jnp.zeros(())
     found["empty"] = Call(lambda: one, jax.jit(lambda v: v + 1).lower(one).compile())
     return found, remarks
+
+
+def _replaced(predict: Callable[[Any], jax.Array], x: jax.Array, y: jax.Array, options: Mapping[str, Any]) -> Call:
+    """Each answer lies where the one before it lay. XLA updates a CUDA graph when an address in it is another one."""
+    into = jax.jit(lambda x, last: predict(x), donate_argnums=1, keep_unused=True, compiler_options=dict(options))
+    program, last = into.lower(x, y).compile(), [y]
+
+    def start(x: jax.Array) -> jax.Array:
+        last[0] = program(x, last[0])
+        return last[0]
+
+    return Call(lambda: x, start)
 
 
 def _polled(y: jax.Array) -> None:

@@ -262,8 +262,8 @@ struct PooledConv : ConvWith<wire::Epilogue, wire::Pool> {
       const Checked slack =
           Checked(xd[(last ? 1 : 2) + i]) + window.pad_low[i] + window.pad_high[i] - span;
       if (stride < 1 || !slack.Within(0, kMaxElements)) {
-        return call.Invalid("extents disagree: " + call.Shapes({kX, kW, kY}) +
-                            ": spatial axis " + std::to_string(i));
+        return call.Invalid("extents disagree: " + call.Shapes({kX, kW, kY}) + ": spatial axis " +
+                            std::to_string(i));
       }
       of_conv[(last ? 1 : 2) + i] = slack.value() / stride + 1;
     }

@@ -34,7 +34,7 @@ import numpy as np
 
 from jaxconv import _plan, _problem
 from jaxconv._core import activations, primitives
-from jaxconv._ops import conv_integer, conv_scaled
+from jaxconv._ops import conv_integer, conv_pooled, conv_scaled
 from jaxconv._ops.avg_pool import backward as average_backward
 from jaxconv._ops.avg_pool import kernel as average_kernel
 from jaxconv._ops.batchnorm import backward, backward_add, dx_of_sums, infer, moments, shortcut_backward, signs, train
@@ -79,6 +79,7 @@ from jaxconv._problem import (
     GatedProblem,
     GroupNormProblem,
     NormalisedConvProblem,
+    PooledConvProblem,
     PoolProblem,
     ScaledConvProblem,
     SqueezeExciteProblem,
@@ -270,6 +271,31 @@ def conv_calls(dtype: str, last: bool, algorithm: str, precision: str, shape: tu
     if last and c % 8 == 0:
         calls += [(dgrad_sums, bare)]
     return [*calls, (wgrad, bare)]
+
+
+# pixels, C, K, filter, stride, the pooling's window: SAME. One tile and several of a row, K in several blocks.
+POOLED = (
+    ((37, 43), 3, 64, 7, 2, 3),
+    ((17, 259), 3, 40, 3, 1, 3),
+    ((28, 28), 1, 136, 5, 1, 2),
+    ((33, 30), 4, 24, 3, 2, 3),
+)
+
+
+def pooled_calls(
+    dtype: str, pixels: tuple[int, ...], c: int, k: int, filter: int, stride: int, window: int, images: int = 3
+) -> list[Call]:
+    """By the kernel, which has no name that a user forces."""
+    calls = []
+    for b, activation in ((None, None), (array((k,), dtype), "relu6")):
+        options: dict[str, Any] = dict(stride=stride, padding="SAME", dilation=1, layout="NHWC", precision=None)
+        x, w = array((images, *pixels, c), dtype), array((filter, filter, c, k), dtype)
+        how = dict(implementation="native", algorithm=None, activation=activation, return_preactivation=False)
+        p = ConvProblem.infer("conv2d", 2, x, w, b, groups=1, **options, **how)
+        steps = dict(stride=2, padding="SAME" if window == 3 else "VALID", dilation=1, layout="NHWC")
+        q = PoolProblem.infer("max_pool", array(p.y_shape, dtype), window, **steps, algorithm=None, implementation=None)
+        calls.append((conv_pooled.kernel, PooledConvProblem.of(p, q)))
+    return calls
 
 
 def dense_calls(dtype: str, algorithm: str, precision: str, m: int, k: int, n: int) -> list[Call]:
@@ -534,6 +560,9 @@ def cases(op: str, algorithm: str, dtype: str) -> Iterator[tuple[str, list[Call]
         for name, last, precision in itertools.product(shapes, (True, False), precisions):
             calls = conv_calls(dtype, last, algorithm, precision, shapes[name])
             yield f"{name} {'last' if last else 'first'} {precision}", calls
+    elif op == "pooled":
+        for case in POOLED:
+            yield f"{case}", pooled_calls(dtype, *case)
     elif op == "dense":
         for shape, precision in itertools.product(DENSES, precisions):
             yield f"{shape} {precision}", dense_calls(dtype, algorithm, precision, *shape)
@@ -614,6 +643,7 @@ PARTS = [
         for kernel in ("integer/output", "integer/tile")
         for dtype in ("int8", "uint8", "uint16", "int32", "int64")
     ),
+    *(f"pooled/stem/sm90_pooled/{dtype}" for dtype in DTYPES),
     *(f"scaled/{kernel}/{dtype}" for kernel in (eight.EIGHT, eight.HALO) for dtype in _problem.EIGHT_BITS),
 ]
 
@@ -627,7 +657,7 @@ def forced(call: Call, device: _plan.Device) -> Iterator[Call]:
     made, p = call
     if isinstance(p, ScaledConvProblem):
         wanted: Iterable[_plan.Plan] = _plan.tiles(made.name, dataclasses.replace(p, algorithm=None), device)
-    elif isinstance(p, ConvProblem):
+    elif isinstance(p, ConvProblem) and not isinstance(p, PooledConvProblem):
         stored = conv.in_memory(p.algorithm, p)
         wanted = conv.FAMILIES[_problem.family_of(p.algorithm)].wants(made.name, stored, device)
     elif isinstance(p, DenseProblem):
@@ -656,7 +686,8 @@ chosen = _plan.plan
 
 def supported(call: Call, device: _plan.Device) -> bool:
     made, p = call
-    return _plan.supports(made.name, p.algorithm, p, device) is None
+    algorithm = p.algorithm or "stem" if isinstance(p, PooledConvProblem) else p.algorithm
+    return _plan.supports(made.name, algorithm, p, device) is None
 
 
 def runs(call: Call, device: _plan.Device) -> bool:

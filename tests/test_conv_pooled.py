@@ -216,6 +216,11 @@ def test_plans(code_for_gpus, monkeypatch):
         assert str(plan) == "calls[two]" and why in plan.reason, plan.reason
     one_image = _plan.plan("conv_pooled", dataclasses.replace(p, batch=1), H200)
     assert str(one_image) == "calls[two]", one_image.reason  # whose convolution another kernel makes
+    short = problem(((512, 28, 28, 1), (5, 5, 1, 32), dict(padding=2), 2, "VALID"), "bfloat16")
+    assert "rows of at most 64 pixels" in _plan.plan("conv_pooled", short, H200).reason
+    assert _plan.plan("conv_pooled", dataclasses.replace(short, implementation="native"), H200).kernel == (
+        "stem/sm90_pooled"
+    )
     native = dataclasses.replace(p, batch=1, implementation="native")
     assert _plan.plan("conv_pooled", native, H200).kernel == "stem/sm90_pooled"
     first = problem(CASES["channels first"], "bfloat16", implementation="native")

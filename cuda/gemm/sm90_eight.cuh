@@ -666,8 +666,8 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
 }
 
 template <typename Tile>
-Status LaunchSm90Eight(const Context& ctx, Sm90Product& p, Sm90EightEpilogue e,
-                       int multiprocessors, const std::string& what) {
+Status LaunchSm90Eight(const Context& ctx, Sm90Product& p, Sm90EightEpilogue e, int multiprocessors,
+                       const std::string& what) {
   static_assert(sizeof(Sm90Product) + sizeof(Sm90EightEpilogue) <= 4096);
   CountTiles<Tile>(p);
   if (p.tiles == 0) return Status::Ok();

@@ -30,8 +30,8 @@ struct Sm90EightEpilogue {
   Activation activation;
   float slope;
   Number residual_type, type;  // type: of d
-  bool same_columns;  // of all tiles of a CTA (LocateInColumn); the launcher's
-  int taps[3];        // of blocks of 64 k: the filter's, where the phase's one tap has k_blocks stages
+  bool same_columns;           // of all tiles of a CTA (LocateInColumn); the launcher's
+  int taps[3];  // of blocks of 64 k: the filter's, where the phase's one tap has k_blocks stages
 };
 
 // Whether a stage is two blocks of 64 k (sm90_eight.cuh): where that many channels fill them better, on tiles of few columns.

@@ -11,6 +11,9 @@ from jaxconv._problem import PooledConvProblem, family_of
 
 # The kernel with the same products, whose times are known. It also writes what is pooled.
 ALONE = "stem/sm90_narrow_in"
+# In 16 bits two blocks of that kernel fit a multiprocessor for such rows, and one of the pooled kernel. 512 images of
+# 28x28 pixels to 32 channels took 0.070 ms instead of 0.065 (H200, bfloat16).
+SHORT_ROW = 64
 
 
 class ConvPooled(conv.Conv):
@@ -36,6 +39,8 @@ class ConvPooled(conv.Conv):
         own = choose.refusal(self.op, p, device) or self.made("stem", p, device)
         if isinstance(own, str):
             return two(own)
+        if p.implementation is None and p.dtype != "float32" and p.out_spatial[-1] <= SHORT_ROW:
+            return two(f"rows of at most {SHORT_ROW} pixels are as fast in two calls")
         if alone.kernel == ALONE:
             return dataclasses.replace(own, reason=f"{alone.reason}; the pooling takes its maxima in the same pass")
         if p.implementation == "native":
@@ -54,4 +59,5 @@ class ConvPooled(conv.Conv):
         ratio = (other + conv.pass_over_y(m, p, device)) / m.native_ms[ALONE]
         if ratio <= m.margin:
             return None
-        return dataclasses.replace(own, reason=f"{ratio:.2f} times as fast as a convolution and a max-pooling {m.where}")
+        faster = f"{ratio:.2f} times as fast as a convolution and a max-pooling"
+        return dataclasses.replace(own, reason=f"{faster} {m.where}")

@@ -70,7 +70,7 @@ __global__ void __launch_bounds__(kWindowThreads, kResident<T, kN / 2>)
       for (int tile_k = 0; tile_k < a.channel_tiles; ++tile_k) {
         float acc[kN / 2];
         SumRow<T, kN, kSteps>(a, shared + tile_k * a.filter_tile,
-                      narrow + row * g.stride[0] * a.row_bytes, acc);
+                              narrow + row * g.stride[0] * a.row_bytes, acc);
 
         const int channel = tile_k * 64 + warp * 16 + lane / 4;
         float bias[2] = {};
@@ -405,9 +405,8 @@ Status LaunchToWide(const Context& ctx, NarrowInArgs<T> a, const NarrowWindows& 
   if (a.epilogue.z != nullptr) {
     JAXCONV_RETURN_IF_ERROR(EncodeWide(dtype, a, a.epilogue.z, what, &a.z_map));
   }
-  const auto kernel = kN == 112 && a.steps == kStepsOf7x7<T>
-                          ? NarrowInKernel<T, kN, kN == 112 ? kStepsOf7x7<T> : 0>
-                          : NarrowInKernel<T, kN, 0>;
+  const auto kernel = kN == 112 && a.steps == kStepsOf7x7<T> ? NarrowInKernel < T, kN,
+             kN == 112 ? kStepsOf7x7<T> : 0 >                : NarrowInKernel<T, kN, 0>;
   return Launch(ctx, kernel, a, std::min<int64_t>(a.tiles, blocks), kWindowThreads,
                 int(a.barriers_at) + 64, what);
 }

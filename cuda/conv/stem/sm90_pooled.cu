@@ -70,7 +70,7 @@ __device__ __forceinline__ void PoolColumns(const PooledTile& pool, const float 
 }
 
 template <typename T, int kN, int kSteps>
-__global__ void __launch_bounds__((1 + kGroups<T>) * 128, 1)
+__global__ void __launch_bounds__((1 + kGroups<T>)*128, 1)
     PooledKernel(const __grid_constant__ PooledArgs<T> a) {
 #ifdef JAXCONV_SM90A
   extern __shared__ __align__(1024) unsigned char cells[];
@@ -101,8 +101,8 @@ __global__ void __launch_bounds__((1 + kGroups<T>) * 128, 1)
     const int first_col = w.rem * a.tile_step[1] - a.tile_before[1];
     const bool edge = first_col < 0 || first_col + kN > g.wide[1];
     BarrierWait(barriers + slot * 16, parity);
-    const uint32_t narrow = shared + a.narrow_at + slot * a.slot_bytes +
-                            group * a.rows * 2 * g.stride[0] * a.row_bytes;
+    const uint32_t narrow =
+        shared + a.narrow_at + slot * a.slot_bytes + group * a.rows * 2 * g.stride[0] * a.row_bytes;
     for (int tile_k = 0; tile_k < a.channel_tiles; ++tile_k) {
       const int channel = tile_k * 64 + warp * 16 + lane / 4;
       float bias[2] = {};
@@ -130,8 +130,8 @@ __global__ void __launch_bounds__((1 + kGroups<T>) * 128, 1)
             for (int j = 0; j < kN / 8; j += 4) {
               const bool four = j + 4 <= kN / 8;  // else the last two
               const int pixel = place(j * 4 + row + (four ? lane / 16 * 8 : 0));
-              const uint32_t at = boxes + pixel * 128 +
-                                  ((warp * 2 + lane / 8 % 2) ^ (pixel % 8)) * 16;
+              const uint32_t at =
+                  boxes + pixel * 128 + ((warp * 2 + lane / 8 % 2) ^ (pixel % 8)) * 16;
               const uint32_t low = PackPair(v[j * 2], v[j * 2 + 2], T()),
                              high = PackPair(v[j * 2 + 1], v[j * 2 + 3], T());
               if (four) {
@@ -174,7 +174,7 @@ __global__ void __launch_bounds__((1 + kGroups<T>) * 128, 1)
         if (unsigned(first * 2 - pool.low[0] + row) < unsigned(g.wide[0])) {
           float acc[kN / 2];
           SumRow<T, kN, kSteps>(a, shared + tile_k * a.filter_tile,
-                        narrow + row * g.stride[0] * a.row_bytes, acc);
+                                narrow + row * g.stride[0] * a.row_bytes, acc);
           if (edge) {
 #pragma unroll
             for (int i = 0; i < kN / 2; ++i) {
@@ -189,7 +189,8 @@ __global__ void __launch_bounds__((1 + kGroups<T>) * 128, 1)
         }
 #pragma unroll
         for (int i = 0; i < kCount; ++i) most[i] = MaxOrNan(most[i], of_row[i]);
-        const int ended = row + 1 - pool.window[0];  // the window that this row is the last of begins there
+        const int ended =
+            row + 1 - pool.window[0];  // the window that this row is the last of begins there
         if (ended >= 0 && ended % 2 == 0) {
           keep(most, first + ended / 2);
           // Of three rows the last one is the next window's first.
@@ -258,13 +259,11 @@ Status LaunchPooled(const Context& ctx, PooledArgs<T> a, const NarrowWindows& wi
   a.barriers_at = a.narrow_at + 2 * a.slot_bytes + kN * 16;
   const int64_t k = g.wide_channels, rows = int64_t(g.images) * a.pool.out[0];
   const TmaTensor tensor = {y, 3, {k, a.pool.out[1], rows}, {1, k, k * a.pool.out[1]}};
-  JAXCONV_RETURN_IF_ERROR(
-      EncodeTiled(dtype, tensor, {0, a.pool.pooled, 1, 1, 1}, what, &a.y_map));
+  JAXCONV_RETURN_IF_ERROR(EncodeTiled(dtype, tensor, {0, a.pool.pooled, 1, 1, 1}, what, &a.y_map));
   const int64_t blocks = std::min<int64_t>(a.tiles, device.multiprocessors);
-  const auto kernel = kN == 112 && a.steps == kStepsOf7x7<T>
-                          ? PooledKernel<T, kN, kN == 112 ? kStepsOf7x7<T> : 0>
-                          : PooledKernel<T, kN, 0>;
-  return Launch(ctx, kernel, a, blocks, (1 + kGroups<T>) * 128, int(a.barriers_at) + 64, what);
+  const auto kernel = kN == 112 && a.steps == kStepsOf7x7<T> ? PooledKernel < T, kN,
+             kN == 112 ? kStepsOf7x7<T> : 0 >                : PooledKernel<T, kN, 0>;
+  return Launch(ctx, kernel, a, blocks, (1 + kGroups<T>)*128, int(a.barriers_at) + 64, what);
 }
 
 }  // namespace

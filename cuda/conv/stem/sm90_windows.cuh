@@ -110,8 +110,8 @@ __device__ __forceinline__ void LoadSlot(const NarrowSlots<T>& a, uint32_t slot,
             if (a.chunk_pixel == 8) {
 #pragma unroll
               for (int k = 0; k < 2; ++k) {
-                StoreShared16(to[k], make_uint4(pixel[k * 2].x, pixel[k * 2].y,
-                                                pixel[k * 2 + 1].x, pixel[k * 2 + 1].y));
+                StoreShared16(to[k], make_uint4(pixel[k * 2].x, pixel[k * 2].y, pixel[k * 2 + 1].x,
+                                                pixel[k * 2 + 1].y));
               }
             } else {
 #pragma unroll
@@ -167,9 +167,10 @@ __device__ __forceinline__ void FillSlots(const NarrowSlots<T>& a, uint32_t shar
   for (int64_t tile = begin; tile < a.tiles; tile += stride) {
     const QuotRem w = DivMod(tile, a.by_tiles_w), h = DivMod(w.quot, a.by_tiles_h);
     BarrierWait(barriers + slot * 16 + 8, parity ^ 1);
-    LoadSlot<kBatch>(a, shared + a.narrow_at + slot * a.slot_bytes, int(h.quot),
-             (h.rem * a.tile_step[0] - a.tile_before[0]) * g.stride[0] + g.first[0],
-             (w.rem * a.tile_step[1] - a.tile_before[1]) * g.stride[1] + g.first[1] - a.lead);
+    LoadSlot<kBatch>(
+        a, shared + a.narrow_at + slot * a.slot_bytes, int(h.quot),
+        (h.rem * a.tile_step[0] - a.tile_before[0]) * g.stride[0] + g.first[0],
+        (w.rem * a.tile_step[1] - a.tile_before[1]) * g.stride[1] + g.first[1] - a.lead);
     FenceForTma();
     BarrierArrive(barriers + slot * 16);
     slot ^= 1;
@@ -254,8 +255,8 @@ __device__ __forceinline__ void SumRow(const NarrowToWide<T>& a, uint32_t filter
   const uint64_t from = uint64_t(128 / 16) << 32 | uint64_t(narrow >> 4);
   const uint64_t filter = OperandDescriptor<true>(filter_at);
   const auto multiply = [&](int step) {
-    WgmmaRow<T>(acc, filter + step / 4 * (kBlockBytes / 16) + step % 4 * 2,
-                from + a.step_at[step], step > 0);
+    WgmmaRow<T>(acc, filter + step / 4 * (kBlockBytes / 16) + step % 4 * 2, from + a.step_at[step],
+                step > 0);
   };
   if constexpr (kSteps > 0) {
     WgmmaFence();
