@@ -469,6 +469,13 @@ MUTANTS = [
         "",
         "tests/test_conv_dgrad.py -k patches",
     ),
+    Mutant(
+        "a pooling takes the place of a convolution's result that others read",
+        "jaxconv/joints/rules.py",
+        "or forced or not read_by(x, node) or split_by_type",
+        "or forced or split_by_type",
+        "tests/test_conv_pooled.py -k one_call",
+    ),
 ]
 
 
