@@ -470,11 +470,11 @@ MUTANTS = [
         "tests/test_conv_dgrad.py -k patches",
     ),
     Mutant(
-        "a pooling takes the place of a convolution's result that others read",
-        "jaxconv/joints/rules.py",
-        "or forced or not read_by(x, node) or split_by_type",
-        "or forced or split_by_type",
-        "tests/test_conv_pooled.py -k one_call",
+        "a pooled convolution is taken whatever kernel makes it alone",
+        "jaxconv/_plan/conv_pooled.py",
+        "if alone.kernel == ALONE:",
+        "if alone.kernel:",
+        "tests/test_conv_pooled.py -k plans",
     ),
 ]
 

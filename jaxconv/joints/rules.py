@@ -1001,7 +1001,7 @@ def convolution_and_pooling(program: Program, node: Node, device: _plan.Device) 
     (x,), q = node.inputs, node.params["problem"]
     before = maker(x, "conv") or maker(x, "conv_fprop")
     forced = q.implementation is not None or q.algorithm is not None
-    if before is None or q.save or forced or not read_by(x, node) or split_by_type(*before.inputs):
+    if before is None or q.save or forced or split_by_type(*before.inputs):
         return False
     p: ConvProblem = before.params["problem"]
     if p.save_preactivation or p.channels_last != q.channels_last:

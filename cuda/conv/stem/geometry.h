@@ -389,13 +389,11 @@ inline int NarrowInRoom(const StemGeometry& g, int steps, int kernel_columns, in
 // of wide pixels, a pair for each column of y. With several tiles a row, the pooling's window may reach into the pair
 // before: a tile then begins `before` wide pixels early.
 struct PooledTile {
-  int window[2], low[2],
-      out[2];           // of the pooling: rows and columns; its padding in front; y's extents
-  int kernel_columns;   // wide pixels of a product, 64 or 112
-  int cols, before;     // wide pixels of a tile that exist
-  int pooled, tiles_w;  // columns of y of a tile
-
-  int groups, boxes;  // warpgroups that multiply; boxes of each
+  int window[2], low[2], out[2];  // rows and columns: the window, padding in front, y's extents
+  int kernel_columns;             // wide pixels of a product, 64 or 112
+  int cols, before;               // wide pixels of a tile that exist
+  int pooled, tiles_w;            // columns of y of a tile
+  int groups, boxes;              // warpgroups that multiply; boxes of each
 
   PooledTile() = default;
   PooledTile(const StemGeometry& g, const PoolProblem& q, int item) {

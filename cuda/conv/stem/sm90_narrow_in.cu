@@ -405,8 +405,8 @@ Status LaunchToWide(const Context& ctx, NarrowInArgs<T> a, const NarrowWindows& 
   if (a.epilogue.z != nullptr) {
     JAXCONV_RETURN_IF_ERROR(EncodeWide(dtype, a, a.epilogue.z, what, &a.z_map));
   }
-  const auto kernel = kN == 112 && a.steps == kStepsOf7x7<T> ? NarrowInKernel < T, kN,
-             kN == 112 ? kStepsOf7x7<T> : 0 >                : NarrowInKernel<T, kN, 0>;
+  constexpr int kSteps = kN == 112 ? kStepsOf7x7<T> : 0;
+  const auto kernel = a.steps == kSteps ? NarrowInKernel<T, kN, kSteps> : NarrowInKernel<T, kN, 0>;
   return Launch(ctx, kernel, a, std::min<int64_t>(a.tiles, blocks), kWindowThreads,
                 int(a.barriers_at) + 64, what);
 }

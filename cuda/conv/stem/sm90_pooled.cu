@@ -30,6 +30,8 @@ struct PooledArgs : NarrowToWide<T> {
 
 template <typename T>
 constexpr int kGroups = sizeof(T) == 2 ? 3 : 2;  // PooledTile's
+template <typename T>
+constexpr int kPooledThreads = (1 + kGroups<T>)*128;
 
 __device__ __forceinline__ float MaxOrNan(float a, float b) {
   float max;
@@ -70,7 +72,7 @@ __device__ __forceinline__ void PoolColumns(const PooledTile& pool, const float 
 }
 
 template <typename T, int kN, int kSteps>
-__global__ void __launch_bounds__((1 + kGroups<T>)*128, 1)
+__global__ void __launch_bounds__(kPooledThreads<T>, 1)
     PooledKernel(const __grid_constant__ PooledArgs<T> a) {
 #ifdef JAXCONV_SM90A
   extern __shared__ __align__(1024) unsigned char cells[];
@@ -189,8 +191,8 @@ __global__ void __launch_bounds__((1 + kGroups<T>)*128, 1)
         }
 #pragma unroll
         for (int i = 0; i < kCount; ++i) most[i] = MaxOrNan(most[i], of_row[i]);
-        const int ended =
-            row + 1 - pool.window[0];  // the window that this row is the last of begins there
+        // The window that this row is the last of begins there.
+        const int ended = row + 1 - pool.window[0];
         if (ended >= 0 && ended % 2 == 0) {
           keep(most, first + ended / 2);
           // Of three rows the last one is the next window's first.
@@ -261,9 +263,9 @@ Status LaunchPooled(const Context& ctx, PooledArgs<T> a, const NarrowWindows& wi
   const TmaTensor tensor = {y, 3, {k, a.pool.out[1], rows}, {1, k, k * a.pool.out[1]}};
   JAXCONV_RETURN_IF_ERROR(EncodeTiled(dtype, tensor, {0, a.pool.pooled, 1, 1, 1}, what, &a.y_map));
   const int64_t blocks = std::min<int64_t>(a.tiles, device.multiprocessors);
-  const auto kernel = kN == 112 && a.steps == kStepsOf7x7<T> ? PooledKernel < T, kN,
-             kN == 112 ? kStepsOf7x7<T> : 0 >                : PooledKernel<T, kN, 0>;
-  return Launch(ctx, kernel, a, blocks, (1 + kGroups<T>)*128, int(a.barriers_at) + 64, what);
+  constexpr int kSteps = kN == 112 ? kStepsOf7x7<T> : 0;
+  const auto kernel = a.steps == kSteps ? PooledKernel<T, kN, kSteps> : PooledKernel<T, kN, 0>;
+  return Launch(ctx, kernel, a, blocks, kPooledThreads<T>, int(a.barriers_at) + 64, what);
 }
 
 }  // namespace
