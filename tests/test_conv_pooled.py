@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 from helpers import A100, H100, H200, HOPPER, normal, poison, same_bits, with_hoppers_code
 from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jaxconv
 from jaxconv import _plan
@@ -179,6 +181,25 @@ def test_a_stem_and_its_pooling_become_one_call(monkeypatch):
 
     assert applied(jaxconv.accelerate(read_twice)) == 0
     np.testing.assert_allclose(jax.jit(jaxconv.accelerate(stem))(*ARGUMENTS), stem(*ARGUMENTS), 1e-5)
+
+
+@pytest.mark.skipif(jax.device_count() < 2, reason="a mesh takes two devices")
+@pytest.mark.parametrize(
+    "of_x, of_w",
+    [(P("a"), P()), (P(None, "a"), P()), (P(), P(None, None, None, "a"))],
+    ids=["images", "rows", "filters"],
+)
+def test_on_a_mesh(of_x, of_w, monkeypatch):
+    """Where the plan takes it: images stay where they are, and rows are exchanged."""
+    monkeypatch.setattr(rules, "wants", lambda op, problem, device: op == "conv_pooled")
+    mesh = jax.make_mesh((2,), ("a",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    args = [jnp.asarray(normal(i, a.shape), "float32") for i, a in enumerate(ARGUMENTS)]
+    placed = [
+        jax.device_put(a, NamedSharding(mesh, spec)) for a, spec in zip(args, (of_x, of_w, P(*of_w[3:])), strict=True)
+    ]
+    program = jax.jit(jaxconv.accelerate(stem)).lower(*placed).compile()
+    np.testing.assert_allclose(program(*placed), stem(*args), 1e-5, 1e-5)
+    assert "all-gather" not in program.as_text() or of_w != P()
 
 
 @with_hoppers_code
