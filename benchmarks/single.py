@@ -99,7 +99,11 @@ def ways(
     jax.block_until_ready(donated(given))
     if not given.is_deleted():
         remarks["donated"] = "no result has x's shape and type, so JAX does not use the donation"
-    found["replaced"] = _replaced(predict, x, captured(x), graphs)
+    last = captured(x)
+    found["replaced"] = _replaced(predict, x, last, graphs)
+    jax.block_until_ready(found["replaced"].start(x))
+    if not last.is_deleted():
+        remarks["replaced"] = "JAX does not use the donation"
     found["polled"] = Call(here, captured, _polled)
     found["host"] = Call(lambda: image, captured, np.asarray)
     try:

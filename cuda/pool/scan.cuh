@@ -6,15 +6,10 @@
 
 #include <cstdint>
 
+#include "cuda/core/extremes.cuh"
 #include "cuda/core/vec.cuh"
 
 namespace jaxconv::cuda::pool {
-
-__device__ __forceinline__ float MaxNan(float a, float b) {
-  float max;
-  asm("max.NaN.f32 %0, %1, %2;" : "=f"(max) : "f"(a), "f"(b));
-  return max;
-}
 
 // One element of T in float32, or 16 bytes of float32: an element a register.
 template <typename T, int V>

@@ -6,7 +6,7 @@ import dataclasses
 
 from jaxconv._plan import choose, conv, domain, measured
 from jaxconv._plan.plan import Device, Plan
-from jaxconv._plan.planner import CUDA_ONLY, NO_SUCH_KERNEL, PLANNERS, calls, disabled, disabled_text
+from jaxconv._plan.planner import CUDA_ONLY, NO_SUCH_KERNEL, PLANNERS, Planner, calls, disabled, disabled_text
 from jaxconv._problem import PooledConvProblem, family_of
 
 # The kernel with the same products, whose times are known. It also writes what is pooled.
@@ -16,10 +16,11 @@ ALONE = "stem/sm90_narrow_in"
 SHORT_ROW = 64
 
 
-class ConvPooled(conv.Conv):
+class ConvPooled(Planner):
     """By the plan of the convolution alone."""
 
-    families = ("stem",)
+    group = "conv"
+    algorithms = ("stem",)
 
     def made(self, algorithm: str, p: PooledConvProblem, device: Device) -> Plan | str:
         if device.platform != "cuda":

@@ -474,8 +474,14 @@ class PooledConvProblem(ConvProblem):
     @classmethod
     def of(cls, conv: ConvProblem, pool: PoolProblem) -> PooledConvProblem:
         """`pool` of what `conv` makes."""
-        window = pool.window, pool.stride, pool.padding, pool.dilation, pool.out_spatial
-        return cls(*conv.fields().values(), *window)
+        return cls(
+            **conv.fields(),
+            pool_window=pool.window,
+            pool_stride=pool.stride,
+            pool_padding=pool.padding,
+            pool_dilation=pool.dilation,
+            pool_spatial=pool.out_spatial,
+        )
 
     @property
     def conv(self) -> ConvProblem:

@@ -106,6 +106,14 @@ inline std::string RefuseMma(ConvOp op, const ConvProblem& p, const Device& devi
   return fits ? "" : too_large;
 }
 
+// Whether a descriptor cannot say how far the chunks of one of a window's first `steps` steps are apart.
+inline bool ChunksTooFar(const StemGeometry& g, const NarrowWindows& windows, int steps) {
+  for (int step = 0; step < steps; ++step) {
+    if (windows.StepDistance(g, step) >= kMostDistance) return true;
+  }
+  return false;
+}
+
 inline std::string RefuseNarrowIn(ConvOp op, const ConvProblem& p, const Device& device) {
   if (!device.sm90()) return "it needs a GPU of compute capability 9.0";
   const bool to_wide = ToWide(op, p);
@@ -125,10 +133,7 @@ inline std::string RefuseNarrowIn(ConvOp op, const ConvProblem& p, const Device&
   if (to_wide) {
     const int steps = int(CeilDiv(chunks, 2));
     if (steps > kMostSteps) return "it needs at most 64 chunks of 16 bytes of a window";
-    for (int step = 0; step < steps; ++step) {
-      if (windows.StepDistance(g, step) >= kMostDistance)
-        return "the chunks of a window are too far apart";
-    }
+    if (ChunksTooFar(g, windows, steps)) return "the chunks of a window are too far apart";
     const int columns = windows.cols <= 64 ? 64 : 112;
     const bool fits = 2 * windows.SlotBytes(g, 1) <= NarrowInRoom(g, steps, columns, 1);
     return fits ? "" : "its filter and windows are too large for shared memory";
@@ -171,10 +176,7 @@ inline std::string RefusePooled(const ConvProblem& p, Activation activation, con
   const PooledTile pool(g, q, int(SizeOf(p.dtype)));
   const NarrowWindows windows(g, int(SizeOf(p.dtype)), pool.cols);
   const int steps = int(CeilDiv(g.taps / g.taps_w * windows.row_chunks, 2));
-  for (int step = 0; step < steps; ++step) {
-    if (windows.StepDistance(g, step) >= kMostDistance)
-      return "the chunks of a window are too far apart";
-  }
+  if (ChunksTooFar(g, windows, steps)) return "the chunks of a window are too far apart";
   const bool fits = 2 * windows.SlotBytes(g, pool.WideRows(1)) <= pool.Room(g, steps);
   return fits ? "" : "its filter and windows are too large for shared memory";
 }

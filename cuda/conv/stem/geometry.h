@@ -385,6 +385,10 @@ inline int NarrowInRoom(const StemGeometry& g, int steps, int kernel_columns, in
   return int(std::max<int64_t>(RoomOf(resident) - filter - boxes - kernel_columns * 16 - 64, -1));
 }
 
+// stem/sm90_pooled: warpgroups that multiply, by the bytes of an element. A warpgroup's own work on a row takes twice as long
+// as the row's products. float32 has no room for a third one.
+constexpr int PooledGroups(int item) { return item == 2 ? 3 : 2; }
+
 // stem/sm90_pooled: y, behind a max-pooling of windows of 2 or 3 rows and columns that step by 2. A tile's columns are pairs
 // of wide pixels, a pair for each column of y. With several tiles a row, the pooling's window may reach into the pair
 // before: a tile then begins `before` wide pixels early.
@@ -397,8 +401,7 @@ struct PooledTile {
 
   PooledTile() = default;
   PooledTile(const StemGeometry& g, const PoolProblem& q, int item) {
-    // A warpgroup's own work on a row takes twice as long as the row's products. float32 has no room for a third one.
-    groups = item == 2 ? 3 : 2;
+    groups = PooledGroups(item);
     boxes = item == 2 ? 1 : 2;
     for (int d = 0; d < 2; ++d) {
       window[d] = int(q.window[d + 1]);

@@ -28,6 +28,11 @@
 namespace jaxconv::cuda::conv {
 namespace {
 
+constexpr int kWindowThreads = (1 + kConsumers) * 128;
+// Blocks a multiprocessor. If two fit, one block works while the other waits at its barriers.
+template <typename T, int kRegisters>
+constexpr int kResident = sizeof(T) == 2 && kRegisters <= 32 ? 2 : 1;
+
 // ---------------------------------------------------------------------------------------------------------------------
 // From narrow to wide
 
@@ -337,34 +342,19 @@ __global__ void __launch_bounds__(kWindowThreads, kResident<T, kRows * 4 * kPart
 // ---------------------------------------------------------------------------------------------------------------------
 // Host
 
-// The rows of a tile so that two slots fit into `room` and `blocks` blocks have done the earliest, or false. `row_cost`:
-// cycles of a row of wide.
+// The rows of a tile; false where none fit. `row_cost`: cycles of a row of wide.
 template <typename T>
 bool ChooseRows(NarrowSlots<T>& a, const NarrowWindows& windows, int room, int blocks,
                 double row_cost) {
   const StemGeometry& g = a.g;
   const int tiles_w = int(CeilDiv(g.wide[1], a.cols));
   const auto set = [&](int rows) {
-    a.rows = rows;
-    a.slot_bytes = windows.SlotBytes(g, rows);
-    a.narrow_rows = a.slot_bytes / a.row_bytes;
+    SetRows(a, windows, rows, rows);
     a.tiles = int64_t(g.images) * tiles_w * CeilDiv(g.wide[0], rows);
   };
-  double least = 1e30;
-  int best = 0, most = 16;
-  for (int rows = 1; rows <= std::min(most, g.wide[0]); ++rows) {
-    set(rows);
-    if (2 * a.slot_bytes > room) break;
-    const double produced = double(a.narrow_rows) * a.by_items.d / 128 * (a.fours ? 90 : 200) + 800;
-    const double cost =
-        double(CeilDiv(a.tiles, blocks)) * (std::max(rows * row_cost, produced) + 200);
-    if (cost < least) {
-      least = cost;
-      best = rows;
-    }
-  }
+  const int best =
+      BestRows(a, g.wide[0], room, blocks, set, [&](int rows) { return rows * row_cost; });
   if (best == 0) return false;
-  set(best);
   a.tile_step[0] = best;
   a.tile_step[1] = a.cols;
   a.by_tiles_h = FastDiv(CeilDiv(g.wide[0], best));

@@ -15,6 +15,7 @@
 #include "cuda/conv/stem/kernels.h"
 #include "cuda/conv/stem/sm90_windows.cuh"
 #include "cuda/core/device.h"
+#include "cuda/core/extremes.cuh"
 
 namespace jaxconv::cuda::conv {
 namespace {
@@ -29,21 +30,9 @@ struct PooledArgs : NarrowToWide<T> {
 };
 
 template <typename T>
-constexpr int kGroups = sizeof(T) == 2 ? 3 : 2;  // PooledTile's
+constexpr int kGroups = PooledGroups(sizeof(T));
 template <typename T>
 constexpr int kPooledThreads = (1 + kGroups<T>)*128;
-
-__device__ __forceinline__ float MaxOrNan(float a, float b) {
-  float max;
-  asm("max.NaN.f32 %0, %1, %2;\n" : "=f"(max) : "f"(a), "f"(b));
-  return max;
-}
-
-__device__ __forceinline__ float MinOrNan(float a, float b) {
-  float min;
-  asm("min.NaN.f32 %0, %1, %2;\n" : "=f"(min) : "f"(a), "f"(b));
-  return min;
-}
 
 // Of a row's sums, the maxima of each window's columns: column 4 j + lane % 4 of y at 2 j, and of channels 8 further at
 // 2 j + 1. Columns outside the image are -inf.
@@ -52,21 +41,21 @@ __device__ __forceinline__ void PoolColumns(const PooledTile& pool, const float 
                                             float (&h)[kN / 4]) {
   const int lane = threadIdx.x % 32, quad = lane % 4;
 #pragma unroll
-  for (int i = 0; i < kN / 4; ++i) h[i] = MaxOrNan(acc[i * 2], acc[i * 2 + 1]);
+  for (int i = 0; i < kN / 4; ++i) h[i] = MaxNan(acc[i * 2], acc[i * 2 + 1]);
   if (pool.window[1] == 2) return;
   if (pool.low[1] == 0) {  // and the next pair's first
     const int from = lane - quad + (quad + 1) % 4;
 #pragma unroll
     for (int i = 0; i < kN / 4; ++i) {
       const float next = i + 2 < kN / 4 ? acc[i * 2 + 4] : -INFINITY;
-      h[i] = MaxOrNan(h[i], __shfl_sync(~0u, quad == 0 ? next : acc[i * 2], from));
+      h[i] = MaxNan(h[i], __shfl_sync(~0u, quad == 0 ? next : acc[i * 2], from));
     }
   } else {  // and the last pair's second
     const int from = lane - quad + (quad + 3) % 4;
 #pragma unroll
     for (int i = 0; i < kN / 4; ++i) {
       const float last = i >= 2 ? acc[i * 2 - 3] : -INFINITY;
-      h[i] = MaxOrNan(h[i], __shfl_sync(~0u, quad == 3 ? last : acc[i * 2 + 1], from));
+      h[i] = MaxNan(h[i], __shfl_sync(~0u, quad == 3 ? last : acc[i * 2 + 1], from));
     }
   }
 }
@@ -116,7 +105,7 @@ __global__ void __launch_bounds__(kPooledThreads<T>, 1)
       const auto keep = [&](float (&v)[kCount], int to) {
 #pragma unroll
         for (int i = 0; i < kCount; ++i)
-          v[i] = MinOrNan(MaxOrNan(v[i] + bias[i % 2], a.least), a.greatest);
+          v[i] = MinNan(MaxNan(v[i] + bias[i % 2], a.least), a.greatest);
         if (elected) StoreWaitRead<0>();
         NamedBarrier(1 + group, 128);
         // Where column `column` of the tile's pairs lies in a box; those that began early behind the others.
@@ -190,7 +179,7 @@ __global__ void __launch_bounds__(kPooledThreads<T>, 1)
           for (float& m : of_row) m = -INFINITY;
         }
 #pragma unroll
-        for (int i = 0; i < kCount; ++i) most[i] = MaxOrNan(most[i], of_row[i]);
+        for (int i = 0; i < kCount; ++i) most[i] = MaxNan(most[i], of_row[i]);
         // The window that this row is the last of begins there.
         const int ended = row + 1 - pool.window[0];
         if (ended >= 0 && ended % 2 == 0) {
@@ -210,34 +199,20 @@ __global__ void __launch_bounds__(kPooledThreads<T>, 1)
 #endif
 }
 
-// The rows of y of a warpgroup's part of a tile so that two slots fit into `room` and `blocks` blocks have done the earliest,
-// or false.
+// The rows of y of a warpgroup's part of a tile; false where none fit.
 template <typename T>
 bool ChoosePooledRows(PooledArgs<T>& a, const NarrowWindows& windows, int room, int blocks) {
   const StemGeometry& g = a.g;
   const PooledTile& pool = a.pool;
   const auto set = [&](int rows) {
-    a.rows = rows;
-    a.slot_bytes = windows.SlotBytes(g, pool.WideRows(rows));
-    a.narrow_rows = a.slot_bytes / a.row_bytes;
+    SetRows(a, windows, rows, pool.WideRows(rows));
     a.tiles = int64_t(g.images) * pool.tiles_w * CeilDiv(pool.out[0], rows * pool.groups);
   };
-  double least = 1e30;
-  int best = 0;
-  for (int rows = 1; rows <= std::min(16, pool.out[0]); ++rows) {
-    set(rows);
-    if (2 * a.slot_bytes > room) break;
-    const double produced = double(a.narrow_rows) * a.by_items.d / 128 * (a.fours ? 90 : 200) + 800;
-    const double products = pool.groups * (rows * 2 + pool.window[0] - 2) * a.steps *
-                            a.channel_tiles * (pool.kernel_columns / 2.0);
-    const double cost = double(CeilDiv(a.tiles, blocks)) * (std::max(products, produced) + 200);
-    if (cost < least) {
-      least = cost;
-      best = rows;
-    }
-  }
+  const double row_cost = a.steps * a.channel_tiles * (pool.kernel_columns / 2.0);
+  const int best = BestRows(a, pool.out[0], room, blocks, set, [&](int rows) {
+    return pool.groups * (rows * 2 + pool.window[0] - 2) * row_cost;
+  });
   if (best == 0) return false;
-  set(best);
   a.tile_step[0] = best * pool.groups * 2;
   a.tile_before[0] = pool.low[0];
   a.tile_step[1] = pool.pooled * 2;

@@ -13,11 +13,6 @@
 
 namespace jaxconv::cuda::conv {
 
-constexpr int kWindowThreads = (1 + kConsumers) * 128;
-// Blocks a multiprocessor. If two fit, one block works while the other waits at its barriers.
-template <typename T, int kRegisters>
-constexpr int kResident = sizeof(T) == 2 && kRegisters <= 32 ? 2 : 1;
-
 // Tiles of narrow pixels in shared memory.
 template <typename T>
 struct NarrowSlots {
@@ -298,6 +293,37 @@ void SetSlots(NarrowSlots<T>& a, const StemGeometry& g, const NarrowWindows& win
   a.by_planes = FastDiv(a.planes);
   a.plane_bytes = windows.plane_bytes;
   a.row_bytes = windows.row_bytes;
+}
+
+// Of a tile whose narrow pixels are those of `wide_rows` rows of wide ones.
+template <typename T>
+void SetRows(NarrowSlots<T>& a, const NarrowWindows& windows, int rows, int wide_rows) {
+  a.rows = rows;
+  a.slot_bytes = windows.SlotBytes(a.g, wide_rows);
+  a.narrow_rows = a.slot_bytes / a.row_bytes;
+}
+
+// The rows of a tile, up to 16 of `all`, so that two slots fit into `room` and `blocks` blocks have done the earliest, with
+// which `set` was called last; 0 where none fit. `set` fills in what follows from rows; `multiplied`: cycles of a tile's
+// products and stores.
+template <typename T, typename Set, typename Multiplied>
+int BestRows(NarrowSlots<T>& a, int all, int room, int blocks, const Set& set,
+             const Multiplied& multiplied) {
+  double least = 1e30;
+  int best = 0;
+  for (int rows = 1; rows <= std::min(16, all); ++rows) {
+    set(rows);
+    if (2 * a.slot_bytes > room) break;
+    const double produced = double(a.narrow_rows) * a.by_items.d / 128 * (a.fours ? 90 : 200) + 800;
+    const double cost =
+        double(CeilDiv(a.tiles, blocks)) * (std::max<double>(multiplied(rows), produced) + 200);
+    if (cost < least) {
+      least = cost;
+      best = rows;
+    }
+  }
+  if (best > 0) set(best);
+  return best;
 }
 
 // The order in which a window's chunks are multiplied.
