@@ -1,8 +1,8 @@
 """`python -m benchmarks eight`: ResNet-50's convolutions in 8 bits, beside bfloat16 and PyTorch's products.
 
-int8 to int8 and float8 to float8 with a scale, a bias, relu and in layers that widen a residual; in bfloat16 by jaxconv
-the same without scales. `torch._int_mm` and `torch._scaled_mm` (cuBLASLt) multiply matrices of the same M, N and
-K, with nothing behind it; they are left out where there is no PyTorch with a GPU.
+int8 to int8 with a bias of int32 and float8 to float8 with one of float32, a scale, relu and in layers that widen a
+residual; in bfloat16 by jaxconv the same without scales. `torch._int_mm` and `torch._scaled_mm` (cuBLASLt) multiply
+matrices of the same M, N and K, with nothing behind it; they are left out where there is no PyTorch with a GPU.
 
 `--dense` times dense layers instead, of many rows and of few: the kernel and XLA's product, in int8, uint8 and float8,
 and what the plan takes in bfloat16.
@@ -67,6 +67,8 @@ def programs(
         sets = [tuple(drawn(2 * i + j, shape, dtype) for j, shape in enumerate(shapes)) for i in range(count)]
         wide = dtype == "bfloat16"
         w, b = drawn(99, (f, f, c, k), dtype), jnp.full(k, 0.5, dtype if wide else "float32")
+        if dtype == "int8":
+            b = jnp.full(k, 25, jnp.int32)  # of sums, as jaxconv.freeze's
         narrow = dict(scale=jnp.full(k, 0.02 / math.sqrt(depth), jnp.float32), out_dtype=dtype)
         options: dict[str, Any] = {} if wide else narrow
         if add and not wide:
@@ -110,7 +112,8 @@ def dense_programs(m: int, k: int, n: int) -> dict[str, _timing.Program]:
         sets = _timing.set_count(np.dtype(dtype).itemsize * m * (k + n), jax.devices()[0])
         xs = [(drawn(i, (m, k), dtype),) for i in range(sets)]
         w = drawn(99, (k, n), "int8" if dtype == "uint8" else dtype)
-        b = jnp.full(n, 0.5, dtype if wide else "float32")
+        integers = dtype in ("int8", "uint8")
+        b = jnp.full(n, 25, jnp.int32) if integers else jnp.full(n, 0.5, dtype if wide else "float32")
         options: dict[str, Any] = {} if wide else dict(scale=jnp.full(n, 0.02 / math.sqrt(k)), out_dtype=dtype)
         for way in (None,) if wide else (*native, "xla"):
 

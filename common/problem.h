@@ -104,14 +104,14 @@ struct IntegerConvProblem {
 //
 //   v = float32(sum) * scale[k] + bias[k] + float32(residual) * residual_scale;  y = narrow(f(v) * out_scale)
 //
-// in float32, from the left to the right, each operation rounded by itself. narrow is y's type: of 8 bits rounded to nearest
-// even and saturated, NaN 0 in integers. y of int32 is the sum. In memory x, y and the residual are channels last, w is
-// (K, T, R, S, C/G).
+// in float32, from the left to the right, each operation rounded by itself. A bias of int32 is added to the sum of integers
+// instead: v = float32(sum + bias[k]) * scale[k] + ... narrow is y's type: of 8 bits rounded to nearest even and saturated, NaN
+// 0 in integers. y of int32 is the sum. In memory x, y and the residual are channels last, w is (K, T, R, S, C/G).
 struct ScaledConvProblem {
   ConvProblem conv;  // channels_last; its dtype means nothing
   Number x_type, w_type, y_type;
   bool scale, bias, residual, residual_scale, out_scale;  // which are given
-  Number residual_type;
+  Number bias_type, residual_type;                        // of those that are given
   Activation activation;
   double slope;
 };

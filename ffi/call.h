@@ -24,13 +24,13 @@ using Dims = AnyBuffer::Dimensions;
 // clang-format off
 // What an array must be. Of the first line the problem is read off one each; a second one must be like it.
 enum Rule : uint8_t {
-  kX, kW, kY, kPosition, kW2, kResidual,
+  kX, kW, kY, kPosition, kW2, kResidual, kTypedBias,
   kLikeX, kLikeY,  // of the shape and the type
   kSignsOfX,       // a bit of each element, channels last: a byte of eight channels
   kBias, kAddend, kStatistic, kPerChannel, kPerGroup, kPerHidden, kChannels, kHidden, kNumber,  // as the problem says
 };
 // clang-format on
-inline constexpr size_t kReadRules = kResidual + 1;
+inline constexpr size_t kReadRules = kTypedBias + 1;
 
 // Of `words`, which spaces part, which one is `word`; -1: none.
 constexpr int IndexOf(std::string_view word, std::string_view words) {

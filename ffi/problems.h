@@ -282,7 +282,8 @@ struct PooledConv : ConvWith<wire::Epilogue, wire::Pool> {
 // Of 8-bit numbers.
 struct ScaledConv : ConvWith<wire::Epilogue, wire::Scaled> {
   static constexpr RuleOf kRules[] = {
-      {"x", kX}, {"w", kW}, {"y", kY}, {"residual", kResidual}, {"scale b", kBias}, {"", kNumber}};
+      {"x", kX},         {"w", kW},    {"y", kY}, {"residual", kResidual}, {"scale", kPerChannel},
+      {"b", kTypedBias}, {"", kNumber}};
   using ConvWith::ConvWith;
   ScaledConvProblem scaled = {};
   auto Problems() const { return std::tie(scaled); }
@@ -318,6 +319,15 @@ struct ScaledConv : ConvWith<wire::Epilogue, wire::Scaled> {
                       scaled.activation == Activation::kNone;
     if (*y == Number::kS32 && !(bare && IsInteger8(*x)))
       return call.Invalid("y of int32 is a sum of integers, which nothing follows");
+    if (call.Has(kTypedBias)) {
+      const auto bias = wire::ToNumber(call[kTypedBias].element_type());
+      const Dims found = call[kTypedBias].dimensions();
+      if (bias != Number::kF32 && !(bias == Number::kS32 && IsInteger8(*x)))
+        return call.Invalid("b must be of float32, or of int32 beside integers");
+      if (found.size() != 1 || found[0] != p.k)
+        return call.Invalid("extents disagree: " + call.Shapes({kTypedBias, kY}));
+      scaled.bias_type = *bias;
+    }
     if (call.Has(kResidual)) {
       const auto residual = wire::ToNumber(call[kResidual].element_type());
       if (!residual || *residual == Number::kS32)
@@ -336,7 +346,7 @@ struct ScaledConv : ConvWith<wire::Epilogue, wire::Scaled> {
     return Status::Ok();
   }
   Expected Expect(const Call&, Rule rule) const {
-    if (rule == kBias) return {DType::kF32, {p.k}, -1, kY};
+    if (rule == kPerChannel) return {DType::kF32, {p.k}, -1, kY};
     if (rule == kNumber) return {DType::kF32, std::initializer_list<int64_t>{}, -1, kY};
     return {};
   }

@@ -405,18 +405,28 @@ def test_what_would_change_bits_is_not_part_of_the_call(case, what):
 
 
 @pytest.mark.parametrize("what", ["conv", "dense"])
-def test_an_int32_bias_stays_behind_the_sums(what):
+@pytest.mark.parametrize("shape", [(32,), ()], ids=str)
+def test_an_int32_bias_is_added_to_the_sums(what, shape):
     """float32(sum + b) * s has one rounding in front of the product, float32(sum) * s + b * s one behind it."""
     sums = conv if what == "conv" else dot
 
     def f(x: Any, w: Any, s: Any, b: Any) -> Any:
-        return q8(f32(sums(x, w) + b) * s)
+        return q8(jax.nn.relu(f32(sums(x, w) + b) * s))
 
-    b = np.random.default_rng(8).integers(-(2**31), 2**31, 32).astype(np.int32)
+    b = np.random.default_rng(8).integers(-(2**31), 2**31, shape).astype(np.int32)
     args = XE[what], WE[what], SE, b
     (finding,) = jaxconv.accelerate(f).report(*args)
-    assert finding.fused == ("conv of integers" if what == "conv" else "")
+    assert finding.fused == f"{what} of 8 bits + scale + bias + relu + rounding to int8"
     assert helpers.same_bits(operation_by_operation(f, *args), jax.jit(jaxconv.accelerate(f))(*args))
+
+
+@pytest.mark.parametrize("what", ["conv", "dense"])
+def test_sums_and_an_int32_bias_stay_integers(what):
+    sums = conv if what == "conv" else dot
+    b = np.random.default_rng(8).integers(-(2**31), 2**31, 32).astype(np.int32)
+    args = XE[what], WE[what], b
+    f = jaxconv.accelerate(lambda x, w, b: sums(x, w) + b)
+    assert helpers.same_bits(jax.jit(f)(*args), np.asarray(sums(*args[:2]) + b))
 
 
 def test_frozen_an_integers_relu_is_the_calls():

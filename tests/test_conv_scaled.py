@@ -137,6 +137,8 @@ def expected(
     out_scale: float | None = None,
 ) -> Numbers:
     """numpy rounds every operation by itself."""
+    if b is not None and b.dtype == np.int32:  # wraps around
+        acc, b = (acc.astype(np.int64) + b).astype(np.int32), None
     v = acc.astype(np.float32)
     if scale is not None:
         v = v * scale
@@ -187,13 +189,21 @@ def scales(case: Case, seed: int = 3) -> tuple[Numbers, Numbers]:
     return scale, rng.normal(0, 30, k).astype(np.float32)
 
 
+def of_sums(scale: Numbers, b: Numbers) -> Numbers:
+    """The bias of integers that is nearest to one of scaled sums."""
+    return np.rint(b / scale).astype(np.int32)
+
+
+@pytest.mark.parametrize("bias", ["float32", "int32"])
 @pytest.mark.parametrize("kernel", kernels())
 @pytest.mark.parametrize("name", CASES)
-def test_every_window_is_exact(name, kernel):
+def test_every_window_is_exact(name, kernel, bias):
     case = CASES[name]
     x, w = values(1, case.x, "int8"), values(2, case.w, "int8")
     acc = sums(case, x, w)
     scale, b = scales(case)
+    if bias == "int32":
+        b = of_sums(scale, b)
     residual = values(4, acc.shape, "int8")
     how: dict[str, Any] = dict(scale=scale, b=b, residual=residual, residual_scale=0.37, activation="relu")
     how["out_scale"] = 0.9
@@ -231,7 +241,9 @@ def test_every_pair_of_integers(left, right):
     acc = sums(case, x, w)
     scale, b = scales(case)
     for kernel in kernels(right, halo=True):
-        equal(run(case, kernel, x, w, scale=scale, b=b, out_dtype=left), expected(acc, left, scale=scale, b=b))
+        for bias in (b, of_sums(scale, b), None):
+            want = expected(acc, left, scale=scale, b=bias)
+            equal(run(case, kernel, x, w, scale=scale, b=bias, out_dtype=left), want)
         equal(run(case, kernel, x, w), acc.astype(np.int32))
 
 
@@ -607,7 +619,13 @@ MISTAKES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "scaled_int32": (dict(scale=1.0, out_dtype="int32"), ValueError, "out_dtype=int32 is unknown"),
     "int8_without_a_scale": (dict(out_dtype="int8"), ValueError, "out_dtype=int8 was given without scale="),
     "bias_without_a_scale": (dict(b=np.ones(16, np.float32)), ValueError, "b was given without scale="),
-    "bias_of_integers": (dict(scale=1.0, b=np.ones(16, np.int32)), TypeError, "b has dtype int32, expected float32"),
+    "bias_of_int16": (dict(scale=1.0, b=np.ones(16, np.int16)), TypeError, "b has dtype int16, expected float32"),
+    "bias_of_integers_with_float8": (
+        dict(x=np.zeros((1, 4, 4, 16), jnp.float8_e5m2), w=np.zeros((1, 1, 16, 16), jnp.float8_e5m2))
+        | dict(scale=1.0, b=np.ones(16, np.int32)),
+        TypeError,
+        "b has dtype int32, expected float32: sums of float8",
+    ),
     "residual_scale_alone": (dict(scale=1.0, residual_scale=1.0), ValueError, "expected a residual with it"),
     "residual_of_another_shape": (
         dict(scale=1.0, residual=np.zeros((1, 4, 4, 8), np.int8)),

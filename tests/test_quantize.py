@@ -85,7 +85,10 @@ def expected_last(q: jaxconv.Frozen, stem: jax.Array) -> jax.Array:
     w, points = q.weights, iter(q.quantization.scales)
     exact = q.quantization.dtype == "int8"
 
-    def conv(name: str, norm: int, x: Any, stride: int, residual: Any = None, relu: bool = True) -> jax.Array:
+    def conv(
+        name: str, norm: int, x: Any, stride: int, out: scales.Scale, residual: Any = None, relu: bool = True
+    ) -> jax.Array:
+        """The weights' scales are those of the result's numbers."""
         filter = w[f"params/{name}/kernel"]
         wide = jnp.int32 if exact else jnp.float32
         total = of_cpu(
@@ -99,28 +102,27 @@ def expected_last(q: jaxconv.Frozen, stem: jax.Array) -> jax.Array:
             ),
             *(np.asarray(a) for a in (x, filter)),
         )
-        z = np.asarray(total, np.float32) * np.asarray(w[f"params/{name}/kernel_scale"])
-        z = z + np.asarray(w[f"params/BatchNorm_{norm}/bias"])
+        scale, bias = (np.asarray(w[n]) for n in (f"params/{name}/kernel_scale", f"params/BatchNorm_{norm}/bias"))
+        assert bias.dtype == (np.int32 if exact else np.float32)
+        z = np.float32(np.asarray(total) + bias) * scale if exact else np.float32(total) * scale + bias
         if residual is not None:
-            array, scale = residual
-            z = z + np.asarray(array, np.float32) * np.float32(scale.step)
-        return np.maximum(z, 0) if relu else z
-
-    def stored(v: Any, scale: scales.Scale) -> jax.Array:
-        return narrowed(jnp.asarray(v) * scale.inverse, scale)
+            array, step = residual
+            z = z + np.asarray(array, np.float32) * (np.float32(step.step) * out.inverse)
+        return narrowed(jnp.asarray(np.maximum(z, 0) if relu else z), out)
 
     in0, mid0, out0 = next(points), next(points), next(points)
-    x = stored(lax.reduce_window(stem, -jnp.inf, lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID"), in0)
-    a = stored(conv("block0_conv1", 0, x, 1), mid0)
-    y = stored(conv("block0_conv2", 1, a, 1, relu=False), out0)
+    pooled = lax.reduce_window(stem, -jnp.inf, lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
+    x = narrowed(jnp.asarray(pooled) * in0.inverse, in0)
+    a = conv("block0_conv1", 0, x, 1, mid0)
+    y = conv("block0_conv2", 1, a, 1, out0, relu=False)
     shortcut = next(points)
-    x = stored(conv("block0_shortcut", 2, x, 1, residual=(y, out0)), shortcut)
+    x = conv("block0_shortcut", 2, x, 1, shortcut, residual=(y, out0))
     mid1 = next(points)
-    a = stored(conv("block1_conv1", 3, x, 2), mid1)
+    a = conv("block1_conv1", 3, x, 2, mid1)
     out1 = next(points)
-    y = stored(conv("block1_conv2", 4, a, 1, relu=False), out1)
+    y = conv("block1_conv2", 4, a, 1, out1, relu=False)
     last = next(points)
-    return np.asarray(stored(conv("block1_shortcut", 5, x, 2, residual=(y, out1)), last), np.float32) * last.step
+    return np.asarray(conv("block1_shortcut", 5, x, 2, last, residual=(y, out1)), np.float32) * last.step
 
 
 def test_int8_is_the_arithmetic_that_jnp_has_bit_for_bit():
@@ -131,8 +133,8 @@ def test_int8_is_the_arithmetic_that_jnp_has_bit_for_bit():
     assert np.asarray(y["last"]).max() > 0
     # Its filter and scale are those of the folded filter, read by numbers of the first point's scale.
     frozen(None)(X)
-    name, step = "params/block0_conv1/kernel", q.quantization.scales[0].step
-    filter = np.asarray(q.weights[name], float) * np.asarray(q.weights[f"{name}_scale"]) / step
+    name, (x, y, *_) = "params/block0_conv1/kernel", q.quantization.scales
+    filter = np.asarray(q.weights[name], float) * np.asarray(q.weights[f"{name}_scale"]) * y.step / x.step
     assert signal_to_noise(frozen(None).weights[name], filter) > 35
 
 
@@ -414,18 +416,20 @@ def _mlp_weights() -> Any:
     return jax.tree.map(np.float32, layers)
 
 
-def expected_product(q: jaxconv.Frozen, biases: list[np.ndarray], first: Any) -> np.ndarray:
+def expected_product(q: jaxconv.Frozen, first: Any) -> np.ndarray:
     """_mlp's `product` from its `first` on, with the function's weights and scales."""
     narrow = [layer for layer in q.quantization if layer.narrow]
     assert [layer.what for layer in narrow] == ["dense"] * 3
-    y = np.asarray(first)
-    for layer, scale, bias in zip(narrow, q.quantization.scales, biases, strict=True):
-        x = np.asarray(narrowed(jnp.asarray(y) * scale.inverse, scale), np.int64)
+    points = q.quantization.scales
+    assert [scale.dtype for scale in points] == ["uint8"] * 3
+    x = narrowed(jnp.asarray(first) * points[0].inverse, points[0])
+    for layer, out, bias in zip(narrow, (*points[1:], None), ("1/1", "2/1", None), strict=True):
         w, steps = (np.asarray(q.weights[layer.weight + end]) for end in ("", "_scale"))
-        assert w.dtype == np.int8 and scale.dtype == "uint8"
-        y = (x @ w.astype(np.int64)).astype(np.float32) * steps
-        y = np.maximum(y + bias, 0) if bias is not None else y
-    return y
+        total = np.asarray(x, np.int64) @ w.astype(np.int64)
+        assert w.dtype == np.int8
+        y = (total + (np.asarray(q.weights[bias]) if bias else 0)).astype(np.float32) * steps
+        x = y if out is None else narrowed(jnp.maximum(y, 0), out)
+    return x
 
 
 def test_dense_layers_are_the_arithmetic_that_jnp_has_bit_for_bit():
@@ -434,14 +438,12 @@ def test_dense_layers_are_the_arithmetic_that_jnp_has_bit_for_bit():
     q = jaxconv.freeze(_mlp, weights, quantize="int8", calibrate=BATCHES)
     assert [layer.narrow for layer in q.quantization] == [False, True, True, True, False]
     y = q(X)
-    biases = [weights[1][1], weights[2][1], None]
-    np.testing.assert_array_equal(y["product"], expected_product(q, biases, y["first"]))
+    np.testing.assert_array_equal(y["product"], expected_product(q, y["first"]))
     assert LEAST["int8"] < signal_to_noise(jaxconv.freeze(_mlp, weights)(X)["logits"], y["logits"]) < 60
 
     newer = q.replace(jax.tree.map(lambda a: 1.25 * a, weights))
     again = newer(X)
-    biases = [1.25 * weights[1][1], 1.25 * weights[2][1], None]
-    np.testing.assert_array_equal(again["product"], expected_product(newer, biases, again["first"]))
+    np.testing.assert_array_equal(again["product"], expected_product(newer, again["first"]))
 
     n = export.symbolic_shape("n")[0]
     shape = jax.ShapeDtypeStruct((n, PIXELS, PIXELS, 3), jnp.float32)

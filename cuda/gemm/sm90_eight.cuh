@@ -53,7 +53,7 @@ struct Sm90EightTile {
   static constexpr int kBoxColumns = kTileN < 128 ? kTileN : 128, kBoxBytes = 64 * kBoxColumns;
   static constexpr int kBoxes = kTileN / kBoxColumns;  // side by side
   static constexpr int kOutboxBytes = kNarrow ? 2 * kBoxBytes : 0;
-  static constexpr int kScaleBytes = kTileN * 8;  // of a warpgroup: scales, then biases
+  static constexpr int kScaleBytes = kTileN * 12;  // of a warpgroup (EightScales)
   static constexpr int kStages =
       (kSm90SharedBytes - kGroups * (kOutboxBytes + kScaleBytes) - 256) / kStageBytes;
   static constexpr int kOutboxes = kStages * kStageBytes;  // offsets
@@ -91,16 +91,11 @@ struct EightOperands {
   uint64_t a, b;
 };
 
-// Sums of warpgroup `group` over the next `steps` stages, as Sm90MainLoop.
+// Sums of warpgroup `group` over the next `steps` stages, as Sm90MainLoop; of integers added to what is in acc.
 template <typename Tile, typename Seen>
 __device__ __forceinline__ void Sm90EightLoop(Sm90Ring<Tile>& ring, int group, int steps,
                                               int32_t (&acc)[Tile::kBlocks][Tile::kTileN / 2],
                                               Seen&& seen) {
-#pragma unroll
-  for (int m = 0; m < Tile::kBlocks; ++m) {
-#pragma unroll
-    for (int i = 0; i < Tile::kTileN / 2; ++i) acc[m][i] = 0;
-  }
   const int block0 = Tile::kPingPong ? 0 : group * Tile::kBlocks;
   if constexpr (Tile::kPingPong) ring.AwaitTurn(group);
   int before = -1;  // the stage whose products may still run
@@ -269,23 +264,30 @@ __device__ __forceinline__ void ProduceResidual(const Sm90Product& p, const Sm90
 // ---------------------------------------------------------------------------------------------------------------------
 // The epilogue
 
-// The scales and biases of a tile's columns, 1 and -0 (which changes nothing that it is added to) where there are none. They
-// are on their way while the products run.
+// The scales and biases of a tile's columns, 1 and -0 (of integers 0), which change nothing, where there are none. They are on
+// their way while the products run, if these do not begin at the biases. Then they begin at zeros, behind these.
 template <int kTileN>
 struct EightScales {
-  // `shared`: this warpgroup's kTileN * 8 bytes, that nobody reads any more.
+  enum Row { kScale, kBias, kZero };
+  // Once, before Load.
+  __device__ __forceinline__ void Clear() const {
+    if (const int i = threadIdx.x % 128; i < kTileN) {
+      asm volatile("st.shared.s32 [%0], 0;\n" ::"r"(shared + (kZero * kTileN + i) * 4) : "memory");
+    }
+  }
+  // `shared`: this warpgroup's kTileN * 12 bytes, of which nobody reads scales and biases any more.
   __device__ __forceinline__ void Load(const Sm90EightEpilogue& e, int64_t first, int left) const {
     constexpr int kEach = kTileN / 4;  // chunks of four numbers
     const int i = threadIdx.x % 128;
     if (i < 2 * kEach) {
       const int chunk = i % kEach;
       const bool bias = i >= kEach;
-      const float* from = bias ? e.bias : e.scale;
+      const float* from = bias ? static_cast<const float*>(e.bias) : e.scale;  // 32 bits each
       const uint32_t to = shared + i * 16;
       if (from != nullptr && chunk * 4 < left) {
         CopyAsync(to, reinterpret_cast<const uint4*>(from + first + chunk * 4));
       } else {
-        const float fill = bias ? -0.f : 1.f;
+        const float fill = bias ? (e.bias_of_sums ? 0.f : -0.f) : 1.f;
         asm volatile("st.shared.v4.f32 [%0], {%1, %1, %1, %1};\n" ::"r"(to), "f"(fill) : "memory");
       }
     }
@@ -296,11 +298,11 @@ struct EightScales {
     CopyWait<0>();
     NamedBarrier(barrier, 128);
   }
-  __device__ __forceinline__ float4 Read(int column, bool bias) const {
+  __device__ __forceinline__ float4 Read(int column, Row row) const {
     float4 v;
     asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];\n"
                  : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-                 : "r"(shared + (bias * kTileN + column) * 4)
+                 : "r"(shared + (row * kTileN + column) * 4)
                  : "memory");
     return v;
   }
@@ -310,6 +312,23 @@ struct EightScales {
 // Four neighbours in a row of d: registers of the first (h = 0, e = 0) and so on.
 __device__ __forceinline__ constexpr int RegisterOf(int sixteen, int below, int i) {
   return sixteen * 8 + i / 2 * 4 + below * 2 + i % 2;
+}
+
+// f(block, register, its column's number in a row of `scales`) of each sum.
+template <typename Tile, typename F>
+__device__ __forceinline__ void EachNumber(const EightScales<Tile::kTileN>& scales,
+                                           typename EightScales<Tile::kTileN>::Row row,
+                                           const F& f) {
+#pragma unroll
+  for (int sixteen = 0; sixteen < Tile::kTileN / 16; ++sixteen) {
+    const float4 four = scales.Read(sixteen * 16 + threadIdx.x % 4 * 4, row);
+    const float number[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+    for (int m = 0; m < Tile::kBlocks; ++m) {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) f(m, RegisterOf(sixteen, i / 4, i % 4), number[i % 4]);
+    }
+  }
 }
 
 // v += the terms that `terms` makes of four neighbours of 8 bits.
@@ -524,12 +543,34 @@ __device__ __forceinline__ void PutWide(const Sm90Product& p, const Sm90EightEpi
   }
 }
 
-// A tile's place.
+// The tiles of a CTA: for (EightTiles<Tile> tiles(p, e); tiles.More(); ++tiles) ... tiles.Locate().
 template <typename Tile>
-__device__ __forceinline__ Sm90Place LocateEight(const Sm90Product& p, const Sm90EightEpilogue& e,
-                                                 int tile) {
-  return e.same_columns ? LocateInColumn<Tile>(p, tile) : LocateTile<Tile>(p, tile);
-}
+struct EightTiles {
+  __device__ __forceinline__ EightTiles(const Sm90Product& p, const Sm90EightEpilogue& e)
+      : p(p), e(e), tile(int(blockIdx.x)), end(p.tiles), step(int(gridDim.x)) {
+    if (e.walk == EightWalk::kRuns) {
+      const int64_t all = p.tiles;
+      end = int((tile + 1) * all / step);
+      tile = int(tile * all / step);
+      step = 1;
+    }
+  }
+  __device__ __forceinline__ bool More() const { return tile < end; }
+  __device__ __forceinline__ void operator++() { tile += step; }
+  __device__ __forceinline__ Sm90Place Locate() const {
+    if (e.walk == EightWalk::kBands) return LocateTile<Tile>(p, tile);
+    int number = tile;
+    if (e.walk == EightWalk::kRuns) {  // down the columns
+      const int column = int(e.by_rows.Div(tile));
+      number = (tile - column * int(e.by_rows.d)) * int(p.by_columns.d) + column;
+    }
+    return LocateInColumn<Tile>(p, number);
+  }
+
+  const Sm90Product& p;
+  const Sm90EightEpilogue& e;
+  int tile, end, step;
+};
 
 // A warpgroup's sums on their way to d. Each step goes over all sums before the next begins (sm90_plain.cuh).
 template <typename Tile>
@@ -551,23 +592,12 @@ __device__ __forceinline__ void FinishEightTile(
     }
   }
   if (scales_on_their_way) scales.Wait(group + 1);
-#pragma unroll
-  for (int sixteen = 0; sixteen < Tile::kTileN / 16; ++sixteen) {
-    const int column = sixteen * 16 + threadIdx.x % 4 * 4;
-    const float4 scale = scales.Read(column, false), bias = scales.Read(column, true);
-    const float by[4] = {scale.x, scale.y, scale.z, scale.w},
-                plus[4] = {bias.x, bias.y, bias.z, bias.w};
-#pragma unroll
-    for (int m = 0; m < Tile::kBlocks; ++m) {
-#pragma unroll
-      for (int below = 0; below < 2; ++below) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const int at_i = RegisterOf(sixteen, below, i);
-          v[m][at_i] = __fadd_rn(__fmul_rn(SumAsFloat(acc[m][at_i]), by[i]), plus[i]);
-        }
-      }
-    }
+  EachNumber<Tile>(scales, scales.kScale, [&](int m, int i, float scale) {
+    v[m][i] = __fmul_rn(SumAsFloat(acc[m][i]), scale);
+  });
+  if (!e.bias_of_sums) {
+    EachNumber<Tile>(scales, scales.kBias,
+                     [&](int m, int i, float bias) { v[m][i] = __fadd_rn(v[m][i], bias); });
   }
   if (p.added == Sm90Added::kMatrix) {
     ring.Await();
@@ -621,8 +651,8 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     if (threadIdx.x == 0) {
       PrefetchMap(p.a[0]);
       PrefetchMap(p.b);
-      for (int tile = blockIdx.x; tile < p.tiles; tile += gridDim.x) {
-        const Sm90Place at = LocateEight<Tile>(p, e, tile);
+      for (EightTiles<Tile> tiles(p, e); tiles.More(); ++tiles) {
+        const Sm90Place at = tiles.Locate();
         ProduceEightTile(p, e, at, ring);
         if (added) ProduceResidual(p, at, ring);
       }
@@ -634,30 +664,39 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     const float residual_scale = e.residual_scale == nullptr ? 1.f : __ldg(e.residual_scale);
     const float out_scale = e.out_scale == nullptr ? 1.f : __ldg(e.out_scale);
     const int block0 = Tile::kPingPong ? 0 : group * Tile::kBlocks;
+    const auto start = e.bias_of_sums ? scales.kBias : scales.kZero;  // of sums of integers
+    if constexpr (Tile::kIntegers) scales.Clear();
     int turn = 0;
-    bool other_columns = true;  // than the last tile's
-    for (int tile = blockIdx.x; tile < p.tiles; tile += gridDim.x) {
+    int64_t columns = -1;  // the last tile's first
+    for (EightTiles<Tile> tiles(p, e); tiles.More(); ++tiles) {
       if (Tile::kPingPong) {
         turn ^= 1;
         if (turn == group) {
           Sm90Place other;
-          LocateSteps(p, tile, other);
+          LocateSteps(p, tiles.tile, other);
           ring.Skip(other.steps + added);
           continue;
         }
       }
-      const Sm90Place at = LocateEight<Tile>(p, e, tile);
-      if (other_columns) {
+      const Sm90Place at = tiles.Locate();
+      bool on_their_way = false;
+      if (const int64_t first = int64_t(at.instance) * p.n + at.n; first != columns) {
         NamedBarrier(group + 1, 128);  // the last tile's scales are read
-        scales.Load(e, int64_t(at.instance) * p.n + at.n, p.n - at.n);
+        scales.Load(e, first, p.n - at.n);
+        columns = first;
+        on_their_way = !e.bias_of_sums;
+        if (e.bias_of_sums) scales.Wait(group + 1);
       }
       typename Tile::Sum acc[Tile::kBlocks][Tile::kTileN / 2];
+      if constexpr (Tile::kIntegers) {
+        EachNumber<Tile>(scales, start,
+                         [&](int m, int i, float bias) { acc[m][i] = __float_as_int(bias); });
+      }
       Sm90EightLoop(ring, group, at.steps, acc, [&] {
         if (Tile::kPingPong && added) ring.Await();
       });
       FinishEightTile<Tile>(p, e, at, group, block0, residual_scale, out_scale, scales,
-                            other_columns, ring, outbox, acc);
-      other_columns = !e.same_columns;
+                            on_their_way, ring, outbox, acc);
     }
     if (threadIdx.x % 128 == 0) StoreWait();
     CopyWait<0>();
@@ -672,7 +711,14 @@ Status LaunchSm90Eight(const Context& ctx, Sm90Product& p, Sm90EightEpilogue e, 
   CountTiles<Tile>(p);
   if (p.tiles == 0) return Status::Ok();
   const int blocks = std::min(p.tiles, multiprocessors);
-  e.same_columns = blocks % (p.tiles_n * p.instances) == 0;
+  const int columns = p.tiles_n * p.instances;
+  // Runs have all of x under way at once, which L2 should hold.
+  constexpr int64_t kHeld = 16 << 20;
+  const bool held = int64_t(p.phase[0].m) * p.channels * p.instances <= kHeld;
+  e.by_rows = FastDiv(std::max(p.tiles / columns, 1));
+  e.walk = blocks % columns == 0          ? EightWalk::kColumn
+           : held && p.tiles > 2 * blocks ? EightWalk::kRuns
+                                          : EightWalk::kBands;
   const auto kernel = Sm90EightKernel<Tile>;
   JAXCONV_RETURN_IF_ERROR(AllowSharedMemory(reinterpret_cast<const void*>(kernel), what));
   kernel<<<unsigned(blocks), Tile::kThreads, Tile::kSharedBytes, ctx.stream>>>(p, e);

@@ -8,6 +8,7 @@
 #include "common/dtype.h"
 #include "common/status.h"
 #include "cuda/core/context.h"
+#include "cuda/core/divmod.h"
 #include "cuda/gemm/sm90_product.h"
 
 // macro(X, W) of each pair of types, of a's and of b's elements.
@@ -17,11 +18,19 @@
 
 namespace jaxconv::cuda {
 
+// In which order a CTA makes tiles.
+enum class EightWalk : int32_t {
+  kBands,   // LocateTile: next to the other CTAs'
+  kColumn,  // LocateInColumn: all have the same columns
+  kRuns,    // neighbours in a column, then in the next one: most have the same columns
+};
+
 // What follows a sum: v = float32(sum) * scale[n] + bias[n] + float32(residual) * residual_scale; d = f(v) * out_scale, in
-// float32, each operation rounded by itself; then in d's type, of 8 bits saturated. d of int32 is the sum.
+// float32, each operation rounded by itself; then in d's type, of 8 bits saturated. d of int32 is the sum. A bias of integers is
+// the sum's: v = float32(sum + bias[n]) * scale[n] + ...
 struct Sm90EightEpilogue {
   const float* scale;           // (instances, n), or null: 1
-  const float* bias;            // the same, or null
+  const void* bias;             // the same, of float32 or int32, or null
   const void* residual;         // like d, or null
   const float* residual_scale;  // a number, or null: 1
   const float* out_scale;       // a number, or null: 1
@@ -30,7 +39,9 @@ struct Sm90EightEpilogue {
   Activation activation;
   float slope;
   Number residual_type, type;  // type: of d
-  bool same_columns;           // of all tiles of a CTA (LocateInColumn); the launcher's
+  bool bias_of_sums;           // the bias is of int32, or there is none and sums are of integers
+  EightWalk walk;              // the launcher's, also by_rows: the tiles of a column
+  FastDiv by_rows;
   int taps[3];  // of blocks of 64 k: the filter's, where the phase's one tap has k_blocks stages
 };
 

@@ -820,7 +820,8 @@ def conv2d(
     This is computed in float32, from left to right, and each operation is rounded by itself. So for integers y has the
     same bits on every device, if the activation is None, relu, relu6 or leaky_relu. `scale` is (K,) or a number,
     `residual_scale` and `out_scale` are numbers; all are float32, positive and finite. A factor or array that is None
-    is left out of the formula. b is float32; the residual has 8 or 16 bits, or is float32. `out_dtype` is one of int8,
+    is left out of the formula. b is float32, or, for integers, int32: then it is added to the sum, v = float32(sum +
+    b[k]) * scale[k] + ..., which is faster. The residual has 8 or 16 bits, or is float32. `out_dtype` is one of int8,
     uint8, float8_e4m3fn, float8_e5m2, bfloat16, float16 and float32; None means x's dtype if `out_scale` is given, else
     float32. Integers without `scale` return their int32 sums, and take no b, residual or `out_scale`. A call with
     8-bit arrays has no derivative::

@@ -28,6 +28,7 @@ replace = dataclasses.replace
 def _array(p: ScaledConvProblem, kind: str) -> primitives.Typed:
     arrays = {"x": (p.x_shape, p.dtype), "w": (p.w_shape, p.w_dtype), "y": (p.y_shape, p.out_dtype)}
     arrays |= {"channel": ((p.out_channels,), "float32"), "number": ((), "float32")}
+    arrays["bias"] = (p.out_channels,), p.bias_dtype
     arrays["residual"] = p.y_shape, p.residual_dtype or ""
     return arrays[kind]
 
@@ -117,6 +118,7 @@ def _partition(p: ScaledConvProblem, operands: Sequence[str], results: Sequence[
         "y": y,
         "residual": y,
         "channel": k,
+        "bias": k,
         "number": "",
     }
 
@@ -149,7 +151,7 @@ kernel = primitives.kernel(
     "conv_scaled",
     "x w scale? b? residual? residual_scale? out_scale? -> y",
     primitives.Family(
-        {"channel": "scale b", "number": "residual_scale out_scale"},
+        {"channel": "scale", "bias": "b", "number": "residual_scale out_scale"},
         _array,
         _attrs,
         _partition,

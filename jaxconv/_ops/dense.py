@@ -330,11 +330,12 @@ def dense(
         v = float32(x @ w) * scale[n] + b[n] + float32(residual) * residual_scale
         y = (activation(v) * out_scale).astype(out_dtype)  # 8 bits: rounded to nearest even, saturated
 
-    `scale` is (N,) or a number, the residual has the result's shape. b is float32, one per column or a scalar. There
-    are no c, alpha and beta, and integers without `scale` give their sums, int32. Such a call has no derivative. On
-    Hopper a kernel (`sm90/eight`) runs it in one pass if x or w is uint8, or if the kernel has at least as many tiles
-    of 128 x 128 results as the GPU has multiprocessors. XLA runs sums of int8 alone and calls of fewer tiles, where
-    it is as fast or faster at most sizes. implementation="native" takes the kernel wherever it can run::
+    `scale` is (N,) or a number, the residual has the result's shape. b is one per column or a scalar: float32, or
+    int32, which is added to the sums of integers. There are no c, alpha and beta, and integers without `scale` give
+    their sums, int32. Such a call has no derivative. On Hopper a kernel (`sm90/eight`) runs it in one pass if x or w is
+    uint8, or if the kernel has at least as many tiles of 128 x 128 results as the GPU has multiprocessors. XLA runs
+    sums of int8 alone and calls of fewer tiles, where it is as fast or faster at most sizes. implementation="native"
+    takes the kernel wherever it can run::
 
         q = jaxconv.dense(x, w, b, scale=x_scale * w_scale, activation="relu", out_scale=1 / y_scale)  # int8 of int8
 

@@ -161,7 +161,7 @@ def conv_scaled(p: ScaledConvProblem, x: jax.Array, w: jax.Array, *rest: jax.Arr
     out_scale?), as the problem has them::
 
         acc = conv(x, w)                                # int32; float32 of float8
-        v = float32(acc) * scale[k] + b[k]
+        v = float32(acc) * scale[k] + b[k]              # b of int32: float32(acc + b[k]) * scale[k]
         v = v + float32(residual) * residual_scale
         v = activation(v) * out_scale
         y = v.astype(out_dtype)                         # 8 bits: rounded to nearest even, saturated
@@ -258,11 +258,15 @@ def _product_of_integers(x: jax.Array, w: jax.Array) -> jax.Array:
 def conv_scaled_epilogue(p: ScaledConvProblem, acc: jax.Array, *rest: jax.Array) -> list[jax.Array]:
     """conv_scaled from its sums on."""
     operands = list(rest)
+    scale = per_channel(p, operands.pop(0)) if p.scaled else None
+    b = per_channel(p, operands.pop(0)) if p.bias else None
+    if b is not None and p.bias_dtype == "int32":
+        acc, b = acc + b, None
     v = acc if acc.dtype.name == p.out_dtype and not rest else acc.astype(jnp.float32)
-    if p.scaled:
-        v = _product(v, per_channel(p, operands.pop(0)))
-    if p.bias:
-        v = v + per_channel(p, operands.pop(0))
+    if scale is not None:
+        v = _product(v, scale)
+    if b is not None:
+        v = v + b
     if p.residual_dtype is not None:
         residual = operands.pop(0).astype(jnp.float32)
         v = v + (_product(residual, operands.pop(0)) if p.residual_scaled else residual)

@@ -29,6 +29,7 @@ class ScaledConvProblem(ConvProblem):
     w_dtype: str = ""
     out_dtype: str = ""
     scaled: bool = True  # whether a scale a channel is given
+    bias_dtype: str = "float32"  # int32: it is added to the sums of integers
     residual_dtype: str | None = None
     residual_scaled: bool = False
     out_scaled: bool = False
@@ -83,6 +84,8 @@ class ScaledConvProblem(ConvProblem):
             text = " + ".join([f"{self.batch}x{self.in_channels}x{self.out_channels} {self.dtype}", *epilogue(self)])
         else:
             text = super().__str__()
+        if self.bias and self.bias_dtype == "int32":
+            text = text.replace(" + bias", " + bias int32", 1)
         if self.w_dtype != self.dtype:
             text = text.replace(self.dtype, f"{self.dtype}*{self.w_dtype}", 1)
         parts = [text, *(["scale"] if self.scaled else [])]
@@ -170,6 +173,7 @@ class ScaledConvProblem(ConvProblem):
             w_dtype=given.w.dtype.name,
             out_dtype=given.result,
             scaled=given.scale is not None,
+            bias_dtype="float32" if given.b is None else given.b.dtype.name,
             residual_dtype=None if given.residual is None else given.residual.dtype.name,
             residual_scaled=given.residual_scale is not None,
             out_scaled=given.out_scale is not None,
@@ -226,8 +230,13 @@ class _Arrays:
 
     def check_rest(self, out_channels: int) -> None:
         name, b, residual, scale = self.name, self.b, self.residual, self.scale
-        if b is not None and b.dtype != np.float32:
-            raise TypeError(f"{name}: b has dtype {b.dtype.name}, expected float32: it is added to scaled sums")
+        if b is not None and b.dtype not in (np.float32, np.int32):
+            raise TypeError(
+                f"{name}: b has dtype {b.dtype.name}, expected float32, which is added to scaled sums, or int32, which "
+                "is added to sums of integers"
+            )
+        if b is not None and b.dtype == np.int32 and self.x.dtype.name not in EIGHT_BIT_INTEGERS:
+            raise TypeError(f"{name}: b has dtype int32, expected float32: sums of float8 are float32")
         if residual is not None and residual.dtype.name not in SCALED_RESULTS:
             raise TypeError(
                 f"{name}: residual has dtype {residual.dtype.name}, expected one of {_list(SCALED_RESULTS)}"

@@ -4,11 +4,10 @@ numbers of them.
 The operands are int8 or uint8, or such converted to floating-point numbers in front of the operation; or float8. In
 the order in which they stand: factors a channel or of all, a bias, an array that is added (of 8 bits with a factor of
 its own), an activation, a factor, rounding and clipping, and the conversion to 8 bits, also by way of longer integers.
-What is missing is left out. The integers may be clipped too.
+What is missing is left out. The integers may be clipped too. A bias of int32 may stand in front of the factors,
+float32(sum + b) * scale, instead of one behind them.
 
-A bias of int32, which is added in front of the factors, is not taken: float32(sum + b) * scale is rounded at other
-places than float32(sum) * scale + b * scale. Neither is a zero point, of which the kernel has none: round(v) + 1 of a
-tie is not round(v + 1).
+A zero point is not taken, of which the kernel has none: round(v) + 1 of a tie is not round(v + 1).
 """
 
 from __future__ import annotations
@@ -324,6 +323,7 @@ def find_scaled(node: Node, activations: Activations, adds: Callable[[Value], bo
     if x.dtype.name in FLOAT8 and not conv_float8.is_default(node.params["precision"]):
         raise Refusal(f"precision={node.params['precision']!r}: sums of float8 have fewer bits than float32")
     chain = _Chain([node], node.outputs[0], form.axis, free)
+    bias = chain.bias() if chain.z.dtype == jnp.int32 else None
     chain.convert()
     if chain.z.dtype.name not in _RESULTS:
         if isinstance(form, _Dense):
@@ -332,7 +332,7 @@ def find_scaled(node: Node, activations: Activations, adds: Callable[[Value], bo
     factors = []
     while (factor := chain.factor(True)) is not None:
         factors.append(factor)
-    bias = chain.bias()
+    bias = chain.bias() if bias is None else bias
     ends = []  # where it may stop, the farthest first
     total = dataclasses.replace(chain, nodes=list(chain.nodes))
     if (r := total.residual()) is not None and adds(r):
@@ -402,7 +402,8 @@ def _fused_of(
         for i, factor in enumerate(factors):
             one = factor(next(given), size)
             scale = one if i == 0 else scale * one
-        b = None if bias is None else jnp.broadcast_to(next(given).astype(jnp.float32).reshape(-1), (size,))
+        b = None if bias is None else jnp.broadcast_to(next(given).reshape(-1), (size,))
+        b = b if b is None or b.dtype == jnp.int32 else b.astype(jnp.float32)
         added = None if residual is None else next(given)
         added_scale = None if residual_factor is None else next(given).astype(jnp.float32).reshape(())
         out_scale = None if rescale is None else rescale(next(given), None)

@@ -376,9 +376,12 @@ class Frozen(Generic[R]):
         sources = split.made_of(v)
         if not sources:
             return "constant"
-        name = self._name(max(sources, key=lambda i: (self._bound[i][1].size, "bias" in self._name(i))))
-        scales = v.node is not None and str(v.node.name_stack).endswith(quantize.FILTER_SCALE)
-        return f"{name}_scale" if scales else name
+        scope = "" if v.node is None else str(v.node.name_stack)
+        sizes = {i: (self._bound[i][1].size, "bias" in self._name(i)) for i in sources}
+        if scope.endswith(quantize.FILTER_BIAS):  # by a filter's scales, too
+            return self._name(min(sources, key=lambda i: (not sizes[i][1], sizes[i][0])))
+        name = self._name(max(sources, key=sizes.__getitem__))
+        return f"{name}_scale" if scope.endswith(quantize.FILTER_SCALE) else name
 
     def _weights_of(self, program: _Program) -> list[Array]:
         known = self._arguments.get(program)

@@ -27,8 +27,12 @@ from jaxconv._problem.pool import PoolProblem
 from jaxconv.quantize.layers import Layer, Reading
 from jaxconv.quantize.scales import Scale, filter_scales
 
-# The name scope of a layer's scales, one a channel.
-FILTER_SCALE = "filter_scale"
+# The name scopes of a layer's scales and biases, one a channel.
+FILTER_SCALE, FILTER_BIAS = "filter_scale", "filter_bias"
+# A bias of integers is at most twice this, which leaves half of int32's numbers to the sums.
+LARGEST_BIAS = 2.0**29
+# Activations with f(a v) = a f(v) for a > 0: the factor to 8 bits is part of those in front.
+_HOMOGENEOUS = ("none", "relu", "leaky_relu")
 # Operations whose results are elements of their first operand, chosen by their order or place.
 MOVING = frozenset(
     (
@@ -178,18 +182,27 @@ class Evaluation:
         p = layer.problem
         x, x_scale = self.narrow(layer.x)
         w, axis = self.filter_of(layer)
-        filters, steps = filter_scales(w, axis, filter_dtype(x_scale.dtype))
-        with jax.named_scope(FILTER_SCALE):
-            scale = steps * np.float32(x_scale.step)
-        bias = None if layer.bias is None else jnp.asarray(self.wide(_before_rounding(layer.bias)), jnp.float32)
         residual, residual_scale = (None, None) if layer.residual is None else self.narrow(layer.residual)
         index = self._narrowing.index.get(layer.y)
         out = None if index is None else self._scales[index]
+        inside = out is not None and p.activation.name in _HOMOGENEOUS
+        factor = out.inverse if out is not None and inside else np.float32(1)
+        bias = None if layer.bias is None else jnp.asarray(self.wide(_before_rounding(layer.bias)), jnp.float32)
+        x_step, dtype = np.float32(x_scale.step), filter_dtype(x_scale.dtype)
+        of_integers = bias is not None and dtype == "int8"
+        least = jnp.abs(bias.reshape(-1)) / (x_step * np.float32(LARGEST_BIAS)) if of_integers else None
+        filters, steps = filter_scales(w, axis, dtype, least)
+        with jax.named_scope(FILTER_SCALE):
+            of_sums = steps * x_step
+            scale = of_sums * factor if inside else of_sums
+        if bias is not None:
+            with jax.named_scope(FILTER_BIAS):
+                bias = jnp.rint(bias / of_sums).astype(jnp.int32) if of_integers else bias * factor
         numbers: dict[str, Any] = dict(
             scale=scale,
             residual=residual,
-            residual_scale=None if residual_scale is None else np.float32(residual_scale.step),
-            out_scale=None if out is None else out.inverse,
+            residual_scale=None if residual_scale is None else np.float32(residual_scale.step) * factor,
+            out_scale=None if out is None or inside else out.inverse,
             out_dtype=layer.y.dtype.name if out is None else out.dtype,
             activation=p.activation,
         )

@@ -140,15 +140,17 @@ def _integral(u: np.ndarray, largest: float) -> np.ndarray:
 # Filters
 
 
-def filter_scales(w: Array, axis: int, dtype: str) -> tuple[Array, Array]:
+def filter_scales(w: Array, axis: int, dtype: str, least: Array | None = None) -> tuple[Array, Array]:
     """(w in 8 bits, a scale for each channel along `axis`, float32): each channel's of the least squared error.
 
-    A channel of zeros has the scale 1.
+    A channel of zeros has the scale 1. `least`, one a channel: scales are above half of it.
     """
     w = w.astype(jnp.float32)
     others = tuple(i for i in range(w.ndim) if i != axis)
     magnitude = jnp.max(jnp.abs(w), others, keepdims=True)
     full = magnitude / LARGEST[dtype] + (magnitude == 0).astype(jnp.float32)  # no constant that a mesh would split
+    if least is not None:
+        full = jnp.maximum(full, jnp.expand_dims(least, others))
 
     def narrow(steps: Array) -> Array:
         scaled = jnp.clip(w / steps, -LARGEST[dtype], LARGEST[dtype])

@@ -31,7 +31,8 @@ Status Launch(const Context& ctx, const ScaledConvProblem& s, Sm90Product& p,
 Sm90EightEpilogue EightEpilogue(const ScaledConvProblem& s, const ConvScaledArrays& a) {
   Sm90EightEpilogue e = {};
   e.scale = a.scale.as<float>();
-  e.bias = a.b.as<float>();
+  e.bias = a.b;
+  e.bias_of_sums = IsInteger8(s.x_type) && (!s.bias || s.bias_type == Number::kS32);
   e.residual = a.residual;
   e.residual_scale = a.residual_scale.as<float>();
   e.out_scale = a.out_scale.as<float>();

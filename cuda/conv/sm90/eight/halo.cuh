@@ -74,8 +74,8 @@ struct EightHaloOperands {
   uint32_t a, b, row, column;
 };
 
-// The products of `taps` taps from `first` on make new sums.
-template <typename Tile>
+// The products of `taps` taps from `first` on make new sums, or with kAdd are added to what is there.
+template <bool kAdd, typename Tile>
 __device__ __forceinline__ void MultiplyTaps(const EightHaloOperands<Tile>& operands, int first,
                                              int taps, typename Tile::Sum (&acc)[Tile::kSums]) {
   Pin(acc);
@@ -86,19 +86,20 @@ __device__ __forceinline__ void MultiplyTaps(const EightHaloOperands<Tile>& oper
 #pragma unroll
     for (int k = 0; k < Tile::kRow / 32; ++k) {
       WgmmaEight<Tile::kW, Tile::kX>(acc, operands.A(tap, k), operands.B(tap, k),
-                                     tap > first || k > 0);
+                                     kAdd || tap > first || k > 0);
     }
   }
   WgmmaCommit();
 }
 
-// A tile's sums. `issued` is called when all products are on their way.
+// A tile's sums, which begin at a bias of integers. `issued` is called when all products are on their way.
 template <typename Tile, typename Issued>
 __device__ __forceinline__ void EightHaloSums(const EightHaloOperands<Tile>& operands,
+                                              const int32_t (&first)[2],
                                               int32_t (&sum)[Tile::kSums], Issued&& issued) {
 #pragma unroll
-  for (int i = 0; i < Tile::kSums; ++i) sum[i] = 0;
-  MultiplyTaps(operands, 0, kEightHaloTaps, sum);
+  for (int i = 0; i < Tile::kSums; ++i) sum[i] = first[i / 2 % 2];
+  MultiplyTaps<true>(operands, 0, kEightHaloTaps, sum);
   issued();
   WgmmaWait<0>();
   Pin(sum);
@@ -107,14 +108,15 @@ __device__ __forceinline__ void EightHaloSums(const EightHaloOperands<Tile>& ope
 // The same of float8. Chain 0 makes the sums; each other one is added to them while the next one's products run.
 template <typename Tile, typename Issued>
 __device__ __forceinline__ void EightHaloSums(const EightHaloOperands<Tile>& operands,
-                                              float (&sum)[Tile::kSums], Issued&& issued) {
+                                              const int32_t (&)[2], float (&sum)[Tile::kSums],
+                                              Issued&& issued) {
   constexpr int kChains = Tile::kChains;
   static_assert(kChains >= 3);
   float even[Tile::kSums], odd[Tile::kSums];
 #pragma unroll
   for (int i = 0; i < Tile::kSums; ++i) sum[i] = even[i] = odd[i] = 0.f;
   const auto issue = [&](int chain, float (&acc)[Tile::kSums]) {
-    MultiplyTaps(operands, chain * Tile::kTapsOfChain, Tile::kTapsOfChain, acc);
+    MultiplyTaps<false>(operands, chain * Tile::kTapsOfChain, Tile::kTapsOfChain, acc);
   };
   const auto add = [&](float (&acc)[Tile::kSums]) {
     Pin(acc);
@@ -351,17 +353,20 @@ struct EightHaloOutbox {
   int n;            // the first filter of the block
 };
 
-// A thread's two filters: scales, and biases of -0, which changes nothing, where there are none.
+// A thread's two filters: scales, and biases of float32 or, for sums to begin at, of integers. -0 and 0 change nothing.
 struct EightHaloScales {
   __device__ __forceinline__ EightHaloScales(const Sm90EightEpilogue& e, int n, int n_end) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const bool exists = n + i < n_end;
+      const bool exists = n + i < n_end, biased = e.bias != nullptr && exists;
       by[i] = e.scale != nullptr && exists ? __ldg(e.scale + n + i) : 1.f;
-      plus[i] = e.bias != nullptr && exists ? __ldg(e.bias + n + i) : -0.f;
+      const int32_t bias = biased ? __ldg(static_cast<const int32_t*>(e.bias) + n + i) : 0;
+      first[i] = e.bias_of_sums ? bias : 0;
+      plus[i] = e.bias_of_sums || !biased ? -0.f : __int_as_float(bias);
     }
   }
   float by[2], plus[2];
+  int32_t first[2];
 };
 
 // A tile's sums on their way to d. Each step goes over all of them before the next begins (sm90_plain.cuh).
@@ -381,9 +386,10 @@ __device__ __forceinline__ void FinishEightHalo(const EightHalo& p, const EightH
     }
   }
 #pragma unroll
-  for (int i = 0; i < Tile::kSums; ++i) {
-    const int filter = i / 2 % 2;
-    v[i] = __fadd_rn(__fmul_rn(SumAsFloat(acc[i]), scales.by[filter]), scales.plus[filter]);
+  for (int i = 0; i < Tile::kSums; ++i) v[i] = __fmul_rn(SumAsFloat(acc[i]), scales.by[i / 2 % 2]);
+  if (!e.bias_of_sums) {
+#pragma unroll
+    for (int i = 0; i < Tile::kSums; ++i) v[i] = __fadd_rn(v[i], scales.plus[i / 2 % 2]);
   }
   if (e.residual != nullptr) {
     if (SizeOf(e.residual_type) == 1) {
@@ -483,7 +489,7 @@ __global__ void __launch_bounds__(kSm90Threads, 1)
       BarrierWait(full(slot), parity);
       const EightHaloOperands<Tile> operands(p, filter, buffers + slot * p.buffer_bytes);
       typename Tile::Sum acc[Tile::kSums];
-      EightHaloSums(operands, acc, [&] {
+      EightHaloSums(operands, scales.first, acc, [&] {
         PassTurn(turn(group ^ 1));
         outbox.Locate(p, tile);
         if (fetches) outbox.Fetch(p);
