@@ -11,6 +11,11 @@ __device__ __forceinline__ void CopyAsync(uint32_t to, const uint4* from) {
                : "memory");
 }
 
+// 8 bytes.
+__device__ __forceinline__ void CopyAsync(uint32_t to, const uint2* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8;\n" ::"r"(to), "l"(from) : "memory");
+}
+
 // 4 bytes.
 __device__ __forceinline__ void CopyAsync(uint32_t to, const float* from) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;\n" ::"r"(to), "l"(from) : "memory");

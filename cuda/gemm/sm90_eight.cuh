@@ -49,11 +49,11 @@ struct Sm90EightTile {
   static constexpr int kRows = kTileM, kColumns = kTileN;
   static constexpr int kBytesA = kTileM * 128, kBytesB = kTileN * 128;
   static constexpr int kStageBytesA = kBytesA, kStageBytes = kBytesA + kBytesB;
-  // A box is 64 rows of results of 8 bits; a warpgroup has two.
+  // A box is 64 rows of results of 8 bits, of which a warp sends 16; a warpgroup has two.
   static constexpr int kBoxColumns = kTileN < 128 ? kTileN : 128, kBoxBytes = 64 * kBoxColumns;
   static constexpr int kBoxes = kTileN / kBoxColumns;  // side by side
   static constexpr int kOutboxBytes = kNarrow ? 2 * kBoxBytes : 0;
-  static constexpr int kScaleBytes = kTileN * 12;  // of a warpgroup (EightScales)
+  static constexpr int kScaleBytes = kTileN * 16;  // of a warpgroup (EightScales)
   static constexpr int kStages =
       (kSm90SharedBytes - kGroups * (kOutboxBytes + kScaleBytes) - 256) / kStageBytes;
   static constexpr int kOutboxes = kStages * kStageBytes;  // offsets
@@ -61,11 +61,17 @@ struct Sm90EightTile {
   static constexpr int kBarriers = kScales + kGroups * kScaleBytes;
   static constexpr int kUnits = 0, kUnitBytes = 0, kUnitOffset = 0;
   static constexpr int kSharedBytes = kBarriers + (2 * kStages + 2) * 8;
-  static constexpr int kReaders = kPingPong ? 1 : kGroups;
+  static constexpr int kReaders = 4 * (kPingPong ? 1 : kGroups);  // warps
   static_assert(kGroups == 2 || (kGroups == 4 && !kPingPong));
   static_assert(kStages >= 3 && kSharedBytes <= kSm90SharedBytes);
   static_assert(kRows * kColumns <= kStageBytes, "a residual of 8 bits is a stage");
 };
+
+// A warp has read stage s: its other warps need not have.
+template <typename Tile>
+__device__ __forceinline__ void ReleaseStage(const Sm90Ring<Tile>& ring, int s) {
+  if (threadIdx.x % 32 == 0) BarrierArrive(ring.Empty(s));
+}
 
 // Where wgmma finds the 32 k of step `k` of four in a stage: of A's block m, of B.
 template <typename Tile>
@@ -91,9 +97,10 @@ struct EightOperands {
   uint64_t a, b;
 };
 
-// Sums of warpgroup `group` over the next `steps` stages, as Sm90MainLoop; of integers added to what is in acc.
+// Sums of warpgroup `group` over the next `steps` stages, as Sm90MainLoop; of integers added to what is in acc. `half`: the
+// last stage has one block of two.
 template <typename Tile, typename Seen>
-__device__ __forceinline__ void Sm90EightLoop(Sm90Ring<Tile>& ring, int group, int steps,
+__device__ __forceinline__ void Sm90EightLoop(Sm90Ring<Tile>& ring, int group, int steps, bool half,
                                               int32_t (&acc)[Tile::kBlocks][Tile::kTileN / 2],
                                               Seen&& seen) {
   const int block0 = Tile::kPingPong ? 0 : group * Tile::kBlocks;
@@ -106,16 +113,23 @@ __device__ __forceinline__ void Sm90EightLoop(Sm90Ring<Tile>& ring, int group, i
 #pragma unroll
     for (int m = 0; m < Tile::kBlocks; ++m) Pin(acc[m]);
     WgmmaFence();
+    const auto multiply = [&](int first) {
 #pragma unroll
-    for (int k = 0; k < 4; ++k) {
+      for (int k = first; k < first + 2; ++k) {
 #pragma unroll
-      for (int m = 0; m < Tile::kBlocks; ++m) {
-        WgmmaEight<Tile::kX, Tile::kW>(acc[m], operands.A(m, k), operands.B(k), 1);
+        for (int m = 0; m < Tile::kBlocks; ++m) {
+          WgmmaEight<Tile::kX, Tile::kW>(acc[m], operands.A(m, k), operands.B(k), 1);
+        }
       }
+    };
+    multiply(0);
+    if (!Tile::kHalves || !half || step + 1 < steps) {
+      if (Tile::kHalves) WgmmaFence();
+      multiply(2);
     }
     WgmmaCommit();
     WgmmaWait<1>();
-    if (before >= 0) ring.Release(before);
+    if (before >= 0) ReleaseStage(ring, before);
     before = ring.stage;
     ring.Advance();
   }
@@ -126,13 +140,13 @@ __device__ __forceinline__ void Sm90EightLoop(Sm90Ring<Tile>& ring, int group, i
   WgmmaWait<0>();
 #pragma unroll
   for (int m = 0; m < Tile::kBlocks; ++m) Pin(acc[m]);
-  if (before >= 0) ring.Release(before);
+  if (before >= 0) ReleaseStage(ring, before);
 }
 
 // The same of float8: a stage's sums are a chain of the tensor cores'. Two chains are under way together, and the first one's
 // are added up while the second one's products run; of four warpgroups each has one, and the others' products run.
 template <typename Tile, typename Seen>
-__device__ __forceinline__ void Sm90EightLoop(Sm90Ring<Tile>& ring, int group, int steps,
+__device__ __forceinline__ void Sm90EightLoop(Sm90Ring<Tile>& ring, int group, int steps, bool half,
                                               float (&sum)[Tile::kBlocks][Tile::kTileN / 2],
                                               Seen&& seen) {
   static_assert(!Tile::kPingPong && Tile::kBlocks == 1);
@@ -140,25 +154,32 @@ __device__ __forceinline__ void Sm90EightLoop(Sm90Ring<Tile>& ring, int group, i
   float even[kCount], odd[kCount];
 #pragma unroll
   for (int i = 0; i < kCount; ++i) sum[0][i] = even[i] = odd[i] = 0.f;
-  const auto issue = [&](float (&acc)[kCount]) {
+  const auto issue = [&](float (&acc)[kCount], bool last) {
     ring.Await();
     const EightOperands<Tile> operands(ring, group);
     Pin(acc);
     WgmmaFence();
+    const auto multiply = [&](int first) {
 #pragma unroll
-    for (int k = 0; k < 4; ++k)
-      WgmmaEight<Tile::kX, Tile::kW>(acc, operands.A(0, k), operands.B(k), k > 0);
+      for (int k = first; k < first + 2; ++k)
+        WgmmaEight<Tile::kX, Tile::kW>(acc, operands.A(0, k), operands.B(k), k > 0);
+    };
+    multiply(0);
+    if (!Tile::kHalves || !last || !half) {
+      if (Tile::kHalves) WgmmaFence();
+      multiply(2);
+    }
     WgmmaCommit();
   };
   const auto add = [&](float (&acc)[kCount], int stage) {
     Pin(acc);
-    ring.Release(stage);
+    ReleaseStage(ring, stage);
 #pragma unroll
     for (int i = 0; i < kCount; ++i) sum[0][i] = __fadd_rn(sum[0][i], acc[i]);
     Pin(sum[0]);
   };
-  const auto alone = [&] {
-    issue(even);
+  const auto alone = [&](bool last) {
+    issue(even, last);
     WgmmaWait<0>();
     add(even, ring.stage);
     ring.Advance();
@@ -166,21 +187,21 @@ __device__ __forceinline__ void Sm90EightLoop(Sm90Ring<Tile>& ring, int group, i
   int step = 0;
   if constexpr (Tile::kGroups == 4) {
 #pragma unroll 1
-    for (; step < steps; ++step) alone();
+    for (; step < steps; ++step) alone(step + 1 == steps);
   } else {
 #pragma unroll 1
     for (; step + 1 < steps; step += 2) {
       const int first = ring.stage;
-      issue(even);
+      issue(even, false);
       ring.Advance();
-      issue(odd);
+      issue(odd, step + 2 == steps);
       WgmmaWait<1>();
       add(even, first);
       WgmmaWait<0>();
       add(odd, ring.stage);
       ring.Advance();
     }
-    if (step < steps) alone();
+    if (step < steps) alone(true);
   }
   seen();
 }
@@ -213,13 +234,13 @@ __device__ __forceinline__ void ProduceEightTile(const Sm90Product& p, const Sm9
   if constexpr (Tile::kHalves) {
     int k = 0, s = 0, r = 0, t = 0;
     for (int step = 0; step < at.steps; ++step) {
-      const uint32_t full = ring.Claim();
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
+      const int halves = e.half && step + 1 == at.steps ? 1 : 2;
+      const uint32_t full = ring.Claim(Tile::kStageBytes / 2 * halves);
+#pragma unroll 1
+      for (int half = 0; half < halves; ++half) {
         const int offset[3] = {s * phase.tap_step[0], r * phase.tap_step[1], t * phase.tap_step[2]};
-        const bool behind = t == e.taps[2];  // the last tap: zeros
-        load(ring.A() + half * (Tile::kBytesA / 2), ring.B() + half * (Tile::kBytesB / 2), full,
-             behind ? p.channels : k, tap, offset);
+        load(ring.A() + half * (Tile::kBytesA / 2), ring.B() + half * (Tile::kBytesB / 2), full, k,
+             tap, offset);
         k += 64;
         if (k < p.channels) continue;
         k = 0;
@@ -264,31 +285,40 @@ __device__ __forceinline__ void ProduceResidual(const Sm90Product& p, const Sm90
 // ---------------------------------------------------------------------------------------------------------------------
 // The epilogue
 
-// The scales and biases of a tile's columns, 1 and -0 (of integers 0), which change nothing, where there are none. They are on
-// their way while the products run, if these do not begin at the biases. Then they begin at zeros, behind these.
+// Numbers of a tile's columns: scales, and biases of float32, 1 and -0, which change nothing, where there are none. And what
+// sums of integers begin at, a bias of integers or 0. Scales and biases are on their way while the products run, if these do
+// not begin at the biases.
+//
+// A thread's sums of two columns are neighbouring registers, and the next two those of the same columns eight rows below. So
+// beginnings lie twice, two columns and the same again, and are loaded where they are wanted, without a move.
 template <int kTileN>
 struct EightScales {
-  enum Row { kScale, kBias, kZero };
   // Once, before Load.
   __device__ __forceinline__ void Clear() const {
-    if (const int i = threadIdx.x % 128; i < kTileN) {
-      asm volatile("st.shared.s32 [%0], 0;\n" ::"r"(shared + (kZero * kTileN + i) * 4) : "memory");
-    }
+    if (const int i = threadIdx.x % 128; i < kTileN / 2)
+      asm volatile("st.shared.v4.s32 [%0], {0, 0, 0, 0};\n" ::"r"(Starts() + i * 16) : "memory");
   }
-  // `shared`: this warpgroup's kTileN * 12 bytes, of which nobody reads scales and biases any more.
+  // `shared`: this warpgroup's kTileN * 16 bytes, of which nobody reads what changes any more.
   __device__ __forceinline__ void Load(const Sm90EightEpilogue& e, int64_t first, int left) const {
     constexpr int kEach = kTileN / 4;  // chunks of four numbers
-    const int i = threadIdx.x % 128;
-    if (i < 2 * kEach) {
-      const int chunk = i % kEach;
-      const bool bias = i >= kEach;
-      const float* from = bias ? static_cast<const float*>(e.bias) : e.scale;  // 32 bits each
+    const int i = threadIdx.x % 128, chunk = i % kEach;
+    const bool bias = i >= kEach;
+    if (i < (e.bias_of_sums ? kEach : 2 * kEach)) {
+      const float* from = bias ? static_cast<const float*>(e.bias) : e.scale;
       const uint32_t to = shared + i * 16;
       if (from != nullptr && chunk * 4 < left) {
         CopyAsync(to, reinterpret_cast<const uint4*>(from + first + chunk * 4));
       } else {
-        const float fill = bias ? (e.bias_of_sums ? 0.f : -0.f) : 1.f;
+        const float fill = bias ? -0.f : 1.f;
         asm volatile("st.shared.v4.f32 [%0], {%1, %1, %1, %1};\n" ::"r"(to), "f"(fill) : "memory");
+      }
+    }
+    if (e.bias_of_sums && e.bias != nullptr && i < kTileN) {
+      const int column = i / 2 * 2;
+      const uint32_t to = Starts() + i * 8;
+      if (column < left) {
+        const auto* from = static_cast<const int32_t*>(e.bias) + first + column;
+        CopyAsync(to, reinterpret_cast<const uint2*>(from));
       }
     }
     CopyCommit();
@@ -298,14 +328,28 @@ struct EightScales {
     CopyWait<0>();
     NamedBarrier(barrier, 128);
   }
-  __device__ __forceinline__ float4 Read(int column, Row row) const {
+  __device__ __forceinline__ float4 Read(int column, bool bias) const {
     float4 v;
     asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];\n"
                  : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-                 : "r"(shared + (row * kTileN + column) * 4)
+                 : "r"(shared + (bias * kTileN + column) * 4)
                  : "memory");
     return v;
   }
+  // Of a thread's sums.
+  __device__ __forceinline__ void Begin(int32_t (&acc)[kTileN / 2]) const {
+    const uint32_t from = Starts() + threadIdx.x % 4 * 32;
+#pragma unroll
+    for (int i = 0; i < kTileN / 2;
+         i += 4) {  // columns i / 8 * 16 + lane % 4 * 4 + i / 4 % 2 * 2 and the next
+      asm volatile("ld.shared.v4.s32 {%0, %1, %2, %3}, [%4];\n"
+                   : "=r"(acc[i]), "=r"(acc[i + 1]), "=r"(acc[i + 2]), "=r"(acc[i + 3])
+                   : "r"(from + i / 8 * 128 + i / 4 % 2 * 16)
+                   : "memory");
+    }
+  }
+  __device__ __forceinline__ uint32_t Starts() const { return shared + kTileN * 8; }
+
   uint32_t shared;
 };
 
@@ -314,14 +358,13 @@ __device__ __forceinline__ constexpr int RegisterOf(int sixteen, int below, int 
   return sixteen * 8 + i / 2 * 4 + below * 2 + i % 2;
 }
 
-// f(block, register, its column's number in a row of `scales`) of each sum.
+// f(block, register, its column's scale or bias) of each sum.
 template <typename Tile, typename F>
-__device__ __forceinline__ void EachNumber(const EightScales<Tile::kTileN>& scales,
-                                           typename EightScales<Tile::kTileN>::Row row,
+__device__ __forceinline__ void EachNumber(const EightScales<Tile::kTileN>& scales, bool bias,
                                            const F& f) {
 #pragma unroll
   for (int sixteen = 0; sixteen < Tile::kTileN / 16; ++sixteen) {
-    const float4 four = scales.Read(sixteen * 16 + threadIdx.x % 4 * 4, row);
+    const float4 four = scales.Read(sixteen * 16 + threadIdx.x % 4 * 4, bias);
     const float number[4] = {four.x, four.y, four.z, four.w};
 #pragma unroll
     for (int m = 0; m < Tile::kBlocks; ++m) {
@@ -463,7 +506,7 @@ __device__ __forceinline__ void AddResidualAsItLies(const Sm90Product& p,
 #undef JAXCONV_EIGHT_RESIDUAL
 }
 
-// A warpgroup's two boxes on their way out.
+// A warpgroup's two boxes on their way out. Each warp sends 16 rows of them, without waiting for the others.
 template <typename Tile>
 struct EightOutbox {
   __device__ __forceinline__ uint32_t Box() const { return shared + box * Tile::kBoxBytes; }
@@ -473,13 +516,12 @@ struct EightOutbox {
   __device__ __forceinline__ void Put(const Sm90Product& p, const Sm90Place& at, int block0,
                                       const float (&v)[Tile::kBlocks][Tile::kTileN / 2]) {
     constexpr int kPerBox = Tile::kBoxColumns / 16;
-    const bool leader = threadIdx.x % 128 == 0;
-    const int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16 + lane % 16;
+    const int lane = threadIdx.x % 32, first = threadIdx.x % 128 / 32 * 16, row = first + lane % 16;
 #pragma unroll
     for (int i = 0; i < Tile::kBlocks * Tile::kBoxes; ++i) {
       const int m = i / Tile::kBoxes, column = i % Tile::kBoxes;
-      if (leader) StoreWaitRead<1>();
-      NamedBarrier(barrier, 128);
+      if (lane == 0) StoreWaitRead<1>();
+      __syncwarp();
 #pragma unroll
       for (int j = 0; j < kPerBox; j += 2) {
         uint32_t four[4];
@@ -496,10 +538,11 @@ struct EightOutbox {
                      : "memory");
       }
       FenceForTma();
-      NamedBarrier(barrier, 128);
-      if (leader) {
-        const int to_m = at.m + (block0 + m) * 64, to_n = at.n + column * Tile::kBoxColumns;
-        if (to_m < p.phase[0].m && to_n < p.n) StoreTile(p.d[0], Box(), to_n, at.instance, to_m);
+      __syncwarp();
+      if (lane == 0) {
+        const int to_m = at.m + (block0 + m) * 64 + first, to_n = at.n + column * Tile::kBoxColumns;
+        if (to_m < p.phase[0].m && to_n < p.n)
+          StoreTile(p.d[0], Box() + first * Tile::kBoxColumns, to_n, at.instance, to_m);
         StoreCommit();
       }
       box ^= 1;
@@ -507,7 +550,6 @@ struct EightOutbox {
   }
 
   uint32_t shared;
-  int barrier;  // the named barrier of this warpgroup
   int box = 0;
 };
 
@@ -592,19 +634,19 @@ __device__ __forceinline__ void FinishEightTile(
     }
   }
   if (scales_on_their_way) scales.Wait(group + 1);
-  EachNumber<Tile>(scales, scales.kScale, [&](int m, int i, float scale) {
+  EachNumber<Tile>(scales, false, [&](int m, int i, float scale) {
     v[m][i] = __fmul_rn(SumAsFloat(acc[m][i]), scale);
   });
   if (!e.bias_of_sums) {
-    EachNumber<Tile>(scales, scales.kBias,
+    EachNumber<Tile>(scales, true,
                      [&](int m, int i, float bias) { v[m][i] = __fadd_rn(v[m][i], bias); });
   }
   if (p.added == Sm90Added::kMatrix) {
     ring.Await();
     AddResidualStage<Tile>(e, ring.A(), block0, residual_scale, v);
     ReadsFirst();
-    NamedBarrier(group + 1, 128);  // all have read
-    ring.Release(ring.stage);
+    __syncwarp();
+    ReleaseStage(ring, ring.stage);
     ring.Advance();
   } else if (e.residual != nullptr) {
     AddResidualAsItLies<Tile>(p, e, at, block0, residual_scale, v);
@@ -660,12 +702,12 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   } else {
     RegistersUp<Tile::kConsumerRegisters>();
     const EightScales<Tile::kTileN> scales{ring.shared + Tile::kScales + group * Tile::kScaleBytes};
-    EightOutbox<Tile> outbox{ring.shared + Tile::kOutboxes + group * Tile::kOutboxBytes, group + 1};
+    EightOutbox<Tile> outbox{ring.shared + Tile::kOutboxes + group * Tile::kOutboxBytes};
     const float residual_scale = e.residual_scale == nullptr ? 1.f : __ldg(e.residual_scale);
     const float out_scale = e.out_scale == nullptr ? 1.f : __ldg(e.out_scale);
     const int block0 = Tile::kPingPong ? 0 : group * Tile::kBlocks;
-    const auto start = e.bias_of_sums ? scales.kBias : scales.kZero;  // of sums of integers
     if constexpr (Tile::kIntegers) scales.Clear();
+    const bool half = Tile::kHalves && e.half;
     int turn = 0;
     int64_t columns = -1;  // the last tile's first
     for (EightTiles<Tile> tiles(p, e); tiles.More(); ++tiles) {
@@ -689,16 +731,16 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
       }
       typename Tile::Sum acc[Tile::kBlocks][Tile::kTileN / 2];
       if constexpr (Tile::kIntegers) {
-        EachNumber<Tile>(scales, start,
-                         [&](int m, int i, float bias) { acc[m][i] = __float_as_int(bias); });
+#pragma unroll
+        for (int m = 0; m < Tile::kBlocks; ++m) scales.Begin(acc[m]);
       }
-      Sm90EightLoop(ring, group, at.steps, acc, [&] {
+      Sm90EightLoop(ring, group, at.steps, half, acc, [&] {
         if (Tile::kPingPong && added) ring.Await();
       });
       FinishEightTile<Tile>(p, e, at, group, block0, residual_scale, out_scale, scales,
                             on_their_way, ring, outbox, acc);
     }
-    if (threadIdx.x % 128 == 0) StoreWait();
+    if (threadIdx.x % 32 == 0) StoreWait();
     CopyWait<0>();
   }
 #endif

@@ -42,7 +42,9 @@ struct Sm90EightEpilogue {
   bool bias_of_sums;           // the bias is of int32, or there is none and sums are of integers
   EightWalk walk;              // the launcher's, also by_rows: the tiles of a column
   FastDiv by_rows;
-  int taps[3];  // of blocks of 64 k: the filter's, where the phase's one tap has k_blocks stages
+  // Of blocks of 64 k: the filter's taps, where the phase's one tap has k_blocks stages, and whether the last has one block.
+  int taps[3];
+  bool half;
 };
 
 // Whether a stage is two blocks of 64 k (sm90_eight.cuh): where that many channels fill them better, on tiles of few columns.

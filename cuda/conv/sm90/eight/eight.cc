@@ -72,7 +72,9 @@ Status Sm90EightFprop(const Context& ctx, const ScaledConvProblem& s, const Plan
   const bool halves = EightHalves(tile, s.w_type, g.channels);
   const int depth_of_box = halves ? 64 : 128;
   if (halves) {  // a tap to count, of all stages
-    g.k_blocks = int(CeilDiv(p.filter_size() * CeilDiv(g.channels, 64), 2));
+    const int64_t blocks = p.filter_size() * CeilDiv(g.channels, 64);
+    g.k_blocks = int(CeilDiv(blocks, 2));
+    e.half = blocks % 2 != 0;
     for (int i = 0; i < 3; ++i) {
       e.taps[i] = phase.taps[i];
       phase.taps[i] = 1;
@@ -94,7 +96,7 @@ Status Sm90EightFprop(const Context& ctx, const ScaledConvProblem& s, const Plan
   const int columns = tile.columns < 128 ? tile.columns : 128;
   if (SizeOf(s.y_type) == 1) {
     JAXCONV_RETURN_IF_ERROR(EncodeBytes(MatrixTensor(a.y, p.group_k(), p.groups, pixels),
-                                        {columns, 1, 64}, what + " y", &g.d[0]));
+                                        {columns, 1, 16}, what + " y", &g.d[0]));
   }
   if (s.residual && SizeOf(s.residual_type) == 1) {
     g.added = Sm90Added::kMatrix;
