@@ -50,6 +50,13 @@ enum class Number : int32_t { kS8, kU8, kE4M3, kE5M2, kBF16, kF16, kF32, kS32 };
 constexpr size_t SizeOf(Number type) {
   return type <= Number::kE5M2 ? 1 : type <= Number::kF16 ? 2 : 4;
 }
+// A dtype as one of them; float64 is none, and becomes int32, which is no dtype.
+constexpr Number NumberOf(DType dtype) {
+  return dtype == DType::kBF16  ? Number::kBF16
+         : dtype == DType::kF16 ? Number::kF16
+         : dtype == DType::kF32 ? Number::kF32
+                                : Number::kS32;
+}
 constexpr bool IsInteger8(Number type) { return type == Number::kS8 || type == Number::kU8; }
 constexpr bool IsFloat8(Number type) { return type == Number::kE4M3 || type == Number::kE5M2; }
 

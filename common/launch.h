@@ -65,10 +65,12 @@ using ConvDgradSumsArrays = Arrays<in::Dy, in::W, in::C, in::Signs, in::X, in::M
 Status ConvDgradSums(const Context& ctx, const ConvProblem& p, const Plan& plan,
                      const ConvDgradSumsArrays& a, Workspace workspace);
 
-// y = the max-pooling `q` of f(conv(x, w) + b), f of the epilogue, which makes no z. `b` (K) may be null. There are elements.
+// y = the max-pooling `q` of f(conv(x, w) + b), f of the epilogue, which makes no z; x and y of `types`. `b` (K) may be null.
+// There are elements.
 using ConvPooledArrays = Arrays<in::X, in::W, in::B, out::Y>;
 Status ConvPooled(const Context& ctx, const ConvProblem& p, const Epilogue& e, const PoolProblem& q,
-                  const Plan& plan, const ConvPooledArrays& a, Workspace workspace);
+                  const PooledTypes& types, const Plan& plan, const ConvPooledArrays& a,
+                  Workspace workspace);
 
 // dz = (the transpose of conv in x, of dy) * f'(z) + c, f of the epilogue;  dbias = sum dz over images and pixels, of dz as
 // rounded, of dz's type (C). `kept`, like dz: as DenseGradient's. `c`, like dz, may be null. There are elements.

@@ -188,6 +188,14 @@ struct PoolProblem {
 
 inline constexpr int64_t kMaxPoolTaps = 255;  // of a window: positions are bytes
 
+// What a convolution with a max-pooling behind it reads and makes, beside a filter and what is pooled, of the problem's dtype.
+struct PooledTypes {
+  Number x;  // the dtype; beside one of 16 bits also float32, which is rounded to it
+  // The dtype; or int8, uint8: float32(what is pooled) * scale, rounded to nearest even and saturated, NaN 0.
+  Number y;
+  float scale;  // positive
+};
+
 // Average-pooling, of the same axes:
 //
 //   y[n, o, c] = (sum over taps t of  x[n, o*stride - pad + t, c]) / count[o],  0 where that is padding

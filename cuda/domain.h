@@ -84,9 +84,10 @@ std::string NormalisedRefusal(ConvOp op, const ConvProblem& p, Activation activa
 std::string GradientRefusal(ConvOp op, const ConvProblem& p, Activation activation,
                             const Plan& plan, const Device& device);
 
-// ConvRefusal of fprop with the max-pooling `q` of its result behind it, by the activation in between too. It needs no workspace.
+// ConvRefusal of fprop with the max-pooling `q` of its result behind it, by the activation in between and the types of x and y
+// (PooledTypes) too. It needs no workspace.
 std::string PooledRefusal(const ConvProblem& p, Activation activation, const PoolProblem& q,
-                          const Plan& plan, const Device& device);
+                          Number x, Number y, const Plan& plan, const Device& device);
 
 // `p`, channels last, as sm90 and implicit_gemm run it (FoldPatches).
 ConvProblem ConvFolded(const ConvProblem& p, bool dgrad);

@@ -9,6 +9,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <cstdlib>
 #include <string>
 #include <tuple>
@@ -233,11 +234,12 @@ struct Fprop : ConvWith<wire::Epilogue> {
 };
 
 // With the max-pooling of its result behind it, whose y alone is an array.
-struct PooledConv : ConvWith<wire::Epilogue, wire::Pool> {
+struct PooledConv : ConvWith<wire::Epilogue, wire::Pool, wire::Narrow> {
   using ConvWith::ConvWith;
   Epilogue e = {};
   PoolProblem q = {};
-  auto Problems() const { return std::tie(p, e, q); }
+  PooledTypes types = {};
+  auto Problems() const { return std::tie(p, e, q, types); }
 
   Status Begin(const Call& call) {
     JAXCONV_RETURN_IF_ERROR(ToEpilogue(call, std::get<1>(all), &e));
@@ -269,13 +271,30 @@ struct PooledConv : ConvWith<wire::Epilogue, wire::Pool> {
     }
     const Dims between(of_conv, nd + 2);
     JAXCONV_RETURN_IF_ERROR(ReadExtents(call, between));
-    JAXCONV_RETURN_IF_ERROR(ReadType(call));
+    JAXCONV_RETURN_IF_ERROR(ReadTypes(call));
     q.dtype = p.dtype;
     if (!ReadWindows(pool, between, yd, &q))
       return call.Invalid("extents disagree with the pooling's window: " +
                           call.Shapes({kX, kW, kY}));
     if (p.n * p.c * p.in_size() != 0 && p.k * q.out_size() != 0) return Status::Ok();
     return call.Invalid("an array is empty: " + call.Shapes({kX, kW, kY}));
+  }
+  Status ReadTypes(const Call& call) {
+    const auto dtype = wire::ToDType(call[kW].element_type());
+    const auto x = wire::ToNumber(call[kX].element_type()),
+               y = wire::ToNumber(call[kY].element_type());
+    const Number own = dtype ? NumberOf(*dtype) : Number::kS32;
+    const bool narrow = y && IsInteger8(*y), wide = x == Number::kF32 && SizeOf(own) == 2;
+    if (own == Number::kS32 || (x != own && !wide) || (y != own && !narrow)) {
+      return call.Invalid(
+          "x, w and y must have one floating-point type, but x may be float32 beside 16 bits, and "
+          "y int8 or uint8");
+    }
+    types = {*x, *y, float(std::get<3>(all).scale)};
+    if (narrow ? !(types.scale > 0 && types.scale < INFINITY) : types.scale != 0)
+      return call.Invalid("y of 8 bits needs a positive finite scale, and no other has one");
+    p.dtype = *dtype;
+    return Status::Ok();
   }
 };
 

@@ -60,6 +60,12 @@ struct Scaled {
   int64_t scale, residual, residual_scale, out_scale;
 };
 
+// A result of 8 bits: what it was is multiplied by `scale`, rounded and saturated; 0 where a result is none.
+struct Narrow {
+  static constexpr char kName[] = "narrow";
+  double scale;
+};
+
 struct Product {
   static constexpr char kName[] = "product";
   int64_t trans_x, trans_w;
@@ -272,6 +278,8 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jaxconv::wire::Scaled, StructMember<int6
                                       StructMember<int64_t>("residual"),
                                       StructMember<int64_t>("residual_scale"),
                                       StructMember<int64_t>("out_scale"));
+
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jaxconv::wire::Narrow, StructMember<double>("scale"));
 
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
     ::jaxconv::wire::Product, StructMember<int64_t>("trans_x"), StructMember<int64_t>("trans_w"),

@@ -294,7 +294,11 @@ def pooled_calls(
         p = ConvProblem.infer("conv2d", 2, x, w, b, groups=1, **options, **how)
         steps = dict(stride=2, padding="SAME" if window == 3 else "VALID", dilation=1, layout="NHWC")
         q = PoolProblem.infer("max_pool", array(p.y_shape, dtype), window, **steps, algorithm=None, implementation=None)
-        calls.append((conv_pooled.kernel, PooledConvProblem.of(p, q)))
+        both = PooledConvProblem.of(p, q)
+        calls.append((conv_pooled.kernel, both))
+        if c == 3 and k % 16 == 0 and pixels[1] % 4 == 0:
+            wide = "float32" if dtype != "float32" else ""
+            calls.append((conv_pooled.kernel, dataclasses.replace(both, x_dtype=wide, y_dtype="uint8", y_scale=0.3)))
     return calls
 
 

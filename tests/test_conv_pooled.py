@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -17,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 import jaxconv
 from jaxconv import _plan
 from jaxconv._core.activations import Activation
-from jaxconv._ops import conv, conv_pooled, pool
+from jaxconv._ops import conv, conv_pooled, pool, reference
 from jaxconv._plan import domain
 from jaxconv._problem import ConvProblem, PooledConvProblem, PoolProblem
 from jaxconv.joints import rules
@@ -117,6 +118,49 @@ def test_what_is_no_number_stays_in_its_windows(value):
     np.testing.assert_array_equal(np.isinf(got), np.isinf(expected))
 
 
+CONVERTED = {name: CASES[name] for name in ("resnet", "resnet, SAME", "SAME, two tiles", "224 pixels", "many images")}
+CONVERTED["three channel tiles"] = (1, 40, 44, 3), (7, 7, 3, 144), dict(stride=2, padding=3), 3, ((1, 1), (1, 1))
+CONVERTED["no padding in front"] = (1, 12, 304, 3), (3, 3, 3, 16), dict(padding=1), 3, ((0, 1), (0, 1))
+CONVERTED["halves"] = (3, 28, 28, 3), (5, 5, 3, 32), dict(padding="SAME"), 2, "VALID"
+
+
+@pytest.mark.skipif(not HOPPER, reason="the kernel runs on compute capability 9.0")
+@pytest.mark.parametrize("case", CONVERTED.values(), ids=CONVERTED)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_bits_of_conversions(case, dtype):
+    """Of x in front, and of y to 8 bits behind: those of passes of their own."""
+    p = problem(case, dtype, implementation="native")
+    x, w, b = arrays(p)
+    x = normal(7, p.x_shape).astype(np.float32)
+    x_dtypes = ["", "float32"] if dtype != "float32" and case[0][2] % 4 == 0 else [""]
+    for x_dtype in x_dtypes:
+        for y_dtype, scale in (("", 0.0), ("uint8", 60.0), ("int8", -40.0 + 80.7)):
+            q = dataclasses.replace(p, x_dtype=x_dtype, y_dtype=y_dtype, y_scale=scale)
+            assert _plan.plan("conv_pooled", q, _plan.Device.current("cuda")).kernel == "stem/sm90_pooled"
+            plain = jax.jit(lambda *args: conv_pooled.kernel(p, *args))(jnp.asarray(x, dtype), w, b)
+            expected = reference.stored(plain, scale, y_dtype) if y_dtype else plain
+            poison()
+            got = jax.jit(lambda *args, q=q: conv_pooled.kernel(q, *args))(jnp.asarray(x, x_dtype or dtype), w, b)
+            assert same_bits(got, expected)
+            if y_dtype:
+                assert len(np.unique(got)) > 60 and 0 < np.mean(np.asarray(got) == np.iinfo(y_dtype).max) < 0.5
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_meaning_of_conversions(dtype):
+    p = problem(CASES["resnet"], dtype, implementation="xla")
+    x, w, b = arrays(p)
+    q = dataclasses.replace(p, x_dtype="float32" * (dtype != "float32"), y_dtype="uint8", y_scale=50.0)
+    plain = conv_pooled.kernel(p, x, w, b)
+    expected = np.clip(np.rint(np.float32(plain) * np.float32(50)), 0, 255).astype(np.uint8)
+    np.testing.assert_array_equal(conv_pooled.kernel(q, x.astype(jnp.float32), w, b), expected)
+    np.testing.assert_array_equal(
+        jax.vmap(lambda x: conv_pooled.kernel(q, x, w, b))(x[None].astype(jnp.float32))[0], expected
+    )
+    gradient = jax.grad(lambda w: conv_pooled.kernel(q, x.astype(jnp.float32), w, b).astype(jnp.float32).sum())(w)
+    assert not np.asarray(gradient).any()  # of whole numbers
+
+
 @every_case
 def test_meaning(case):
     """Of the call where no kernel runs: lax's own, its derivative, and over a mapped axis."""
@@ -183,6 +227,45 @@ def test_a_stem_and_its_pooling_become_one_call(monkeypatch):
     np.testing.assert_allclose(jax.jit(jaxconv.accelerate(stem))(*ARGUMENTS), stem(*ARGUMENTS), 1e-5)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_conversions_become_the_calls(dtype, monkeypatch):
+    """Those of float32 images to 16 bits, and of a frozen network's pooling to 8; not those that others read, too."""
+    monkeypatch.setattr(rules, "wants", lambda op, problem, device: op == "conv_pooled")
+    x = normal(3, (2, 32, 32, 3)).astype(np.float32)
+    rng = np.random.default_rng(0)
+    shapes = (7, 7, 3, 16), (3, 3, 16, 16), (3, 3, 16, 16), (16, 4)
+    weights = [(rng.standard_normal(s) / np.sqrt(np.prod(s[:-1]))).astype(np.float32) for s in shapes]
+
+    def f(weights: Any, x: Any, twice: bool = False) -> Any:
+        first, *middle, last = (w.astype(dtype) for w in weights)
+        narrow = x.astype(dtype)
+        y = pooled = stem(narrow, first, jnp.zeros(16, dtype))
+        for w in middle:
+            y = lax.conv_general_dilated(y, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+            y = jax.nn.relu(y)
+        total = y.mean((1, 2)) @ last
+        return (total, narrow.sum(), pooled.sum()) if twice else total
+
+    def calls(twice: bool) -> list[tuple[str, str, bool]]:
+        q = jaxconv.freeze(functools.partial(f, twice=twice), weights, quantize="int8", calibrate=[x])
+        rules.HEARD.set(heard := [])
+        try:
+            y = jax.block_until_ready(jax.jit(q)(x))
+        finally:
+            rules.HEARD.set(None)
+        ops = [op for program in heard for op in program.after]
+        seen = [(p.x_dtype, p.y_dtype, p.y_scale > 0) for op, p in ops if op == "conv_pooled"]
+        monkeypatch.setattr(rules, "wants", lambda op, problem, device: False)
+        plain = jaxconv.freeze(functools.partial(f, twice=twice), weights, quantize="int8", calibrate=[x])(x)
+        monkeypatch.setattr(rules, "wants", lambda op, problem, device: op == "conv_pooled")
+        jax.tree.map(np.testing.assert_array_equal, y, plain)
+        return seen
+
+    wide = "float32" if dtype != "float32" else ""
+    assert calls(False) == [(wide, "uint8", True)]
+    assert calls(True) == [("", "", False)]
+
+
 @pytest.mark.skipif(jax.device_count() < 2, reason="a mesh takes two devices")
 @pytest.mark.parametrize(
     "of_x, of_w",
@@ -225,6 +308,9 @@ def test_plans(code_for_gpus, monkeypatch):
             assert "in the same pass" in plan.reason or "max-pooling" in plan.reason
     p = problem(shape, "bfloat16")
     assert str(p).endswith("max-pool 3x3")
+    both = dataclasses.replace(p, x_dtype="float32", y_dtype="uint8", y_scale=0.5)
+    assert str(both).endswith("max-pool 3x3 of float32 -> uint8")
+    assert _plan.plan("conv_pooled", both, H200).kernel == "stem/sm90_pooled"
     for other, device, why in (
         (p, A100, "capability 9.0"),
         (p, _plan.Device("cpu"), "CUDA only"),
@@ -277,6 +363,28 @@ def test_refusals(case, why):
     base = problem(BASE, "bfloat16")
     assert domain.conv_pooled_refusal(plan, base, H200) is None
     assert "only stem/sm90_pooled" in domain.conv_pooled_refusal(_plan.Plan("native", "", "stem/mma"), base, H200)
+    for change, text in (
+        (dict(x_dtype="float32", y_dtype="int8", y_scale=0.5), None),
+        (dict(x_dtype="float16"), "beside 16 bits it reads float32"),
+        (dict(y_dtype="float8_e4m3fn", y_scale=0.5), "it makes int8 and uint8 of multiples of 16"),
+    ):
+        why = domain.conv_pooled_refusal(plan, dataclasses.replace(base, **change), H200)
+        assert why == text if text is None else text in (why or "")
+    for odd, change, text in (
+        (
+            ((2, 64, 64, 4), (7, 7, 4, 64), dict(stride=2), 3),
+            dict(x_dtype="float32"),
+            "beside 16 bits it reads float32",
+        ),
+        (
+            ((2, 64, 62, 3), (7, 7, 3, 64), dict(stride=2), 3),
+            dict(x_dtype="float32"),
+            "beside 16 bits it reads float32",
+        ),
+        (((2, 64, 64, 3), (7, 7, 3, 24), dict(stride=2), 3), dict(y_dtype="int8", y_scale=1.0), "multiples of 16"),
+    ):
+        why = domain.conv_pooled_refusal(plan, dataclasses.replace(problem(odd, "bfloat16"), **change), H200)
+        assert text in (why or "")
     other = dataclasses.replace(base, pool_stride=(1, 1), pool_spatial=(32, 32))
     assert "step by 2" in domain.conv_pooled_refusal(plan, other, H200)
 

@@ -194,7 +194,7 @@ FORMAT = {
     "conv_add": {"window": WINDOW, "epilogue": EPILOGUE, "plan": PLAN},
     "conv_fprop": {"window": WINDOW, "epilogue": EPILOGUE, "plan": PLAN},
     "conv_integer": {"window": INTEGERS, "plan": PLAN},
-    "conv_pooled": {"window": WINDOW, "epilogue": EPILOGUE, "pool": POOL, "plan": PLAN},
+    "conv_pooled": {"window": WINDOW, "epilogue": EPILOGUE, "pool": POOL, "narrow": {"scale": "f64"}, "plan": PLAN},
     "conv_scaled": {"window": WINDOW, "epilogue": EPILOGUE, "scaled": SCALED, "plan": PLAN},
     "conv_statistics": {"window": WINDOW, "plan": PLAN},
     "conv_add_statistics": {"window": WINDOW, "epilogue": EPILOGUE, "residual": "i64", "plan": PLAN},

@@ -28,18 +28,19 @@ namespace {
 // The kernel as the plan names it, and nothing else: a plan that does not fit the problem, the device or the buffers is
 // refused here, once.
 // `n`: the batch-norm of x that the kernel is to read, or null; `e`: the epilogue of kGradient
-// and kGradientAdd, and with `q`, the pooling of fprop's result, fprop's.
+// and kGradientAdd, and with `q` and `types`, the pooling of fprop's result, fprop's.
 Status Confirm(ConvOp op, const char* name, const ConvProblem& p, const Plan& plan,
                Workspace workspace, std::initializer_list<const void*> arrays,
                const BatchNormProblem* n = nullptr, const Epilogue* e = nullptr,
-               const PoolProblem* q = nullptr) {
+               const PoolProblem* q = nullptr, const PooledTypes& types = {}) {
   const std::string what = Describe(name, p, plan);
   Device device;
   JAXCONV_RETURN_IF_ERROR(CurrentDevice(what, &device));
-  const std::string refusal = n != nullptr   ? NormalisedRefusal(op, p, n->activation, plan, device)
-                              : q != nullptr ? PooledRefusal(p, e->activation, *q, plan, device)
-                              : e != nullptr ? GradientRefusal(op, p, e->activation, plan, device)
-                                             : ConvRefusal(op, p, plan, device);
+  const std::string refusal =
+      n != nullptr   ? NormalisedRefusal(op, p, n->activation, plan, device)
+      : q != nullptr ? PooledRefusal(p, e->activation, *q, types.x, types.y, plan, device)
+      : e != nullptr ? GradientRefusal(op, p, e->activation, plan, device)
+                     : ConvRefusal(op, p, plan, device);
   if (!refusal.empty()) return Status::Unimplemented(what + ": " + refusal);
   for (const void* array : arrays) {
     if (reinterpret_cast<uintptr_t>(array) % 16 != 0)
@@ -157,10 +158,11 @@ Status ConvScaled(const Context& ctx, const ScaledConvProblem& p, const Plan& pl
 }
 
 Status ConvPooled(const Context& ctx, const ConvProblem& p, const Epilogue& e, const PoolProblem& q,
-                  const Plan& plan, const ConvPooledArrays& a, Workspace workspace) {
+                  const PooledTypes& types, const Plan& plan, const ConvPooledArrays& a,
+                  Workspace workspace) {
   JAXCONV_RETURN_IF_ERROR(Confirm(ConvOp::kFprop, "conv_pooled", p, plan, workspace,
-                                  {a.x, a.w, a.b, a.y}, nullptr, &e, &q));
-  return StemPooled(ctx, p, e, q, plan, a.x, a.w, a.b, a.y);
+                                  {a.x, a.w, a.b, a.y}, nullptr, &e, &q, types));
+  return StemPooled(ctx, p, e, q, types, plan, a.x, a.w, a.b, a.y);
 }
 
 Status ConvDgradSums(const Context& ctx, const ConvProblem& p, const Plan& plan,

@@ -103,10 +103,10 @@ std::string NormalisedRefusal(ConvOp op, const ConvProblem& p, Activation activa
 }
 
 std::string PooledRefusal(const ConvProblem& p, Activation activation, const PoolProblem& q,
-                          const Plan& plan, const Device& device) {
+                          Number x, Number y, const Plan& plan, const Device& device) {
   if (plan.kernel != "stem/sm90_pooled") return "only stem/sm90_pooled takes a pooling's maxima";
   if (!plan.tile.empty()) return "it has one tile";
-  return conv::stem::RefusePooled(p, activation, q, device);
+  return conv::stem::RefusePooled(p, activation, q, x, y, device);
 }
 
 std::string GradientRefusal(ConvOp op, const ConvProblem& p, Activation activation,

@@ -286,6 +286,11 @@ def _product(a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.where(jnp.isinf(product), product, jnp.clip(product, -largest, largest))
 
 
+def stored(x: jax.Array, factor: Any, dtype: str) -> jax.Array:
+    """x as numbers of 8 bits, of which `factor` are a unit."""
+    return narrowed(x.astype(jnp.float32) * np.float32(factor), dtype)
+
+
 def narrowed(v: jax.Array, dtype: str) -> jax.Array:
     """float32 in `dtype`: of 8 bits saturated, integers rounded to nearest even, NaN 0 in integers."""
     if dtype == v.dtype.name:

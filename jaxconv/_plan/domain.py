@@ -205,7 +205,8 @@ def avg_pool_refusal(plan: Plan, p: PoolProblem) -> str | None:
 def conv_pooled_refusal(plan: Plan, p: PooledConvProblem, device: Device) -> str | None:
     """conv_refusal of a convolution with the max-pooling of its result behind it."""
     made = plan.kernel, plan.tile, plan.splits, plan.chunk, *capability(device), device.sm_count
-    return native.cpu.conv_pooled_refusal(_conv(p.conv), p.activation.name, _pool(p.pool), *made) or None
+    types = p.x_dtype or p.dtype, p.y_dtype or p.dtype
+    return native.cpu.conv_pooled_refusal(_conv(p.conv), p.activation.name, _pool(p.pool), *types, *made) or None
 
 
 def pool_vector(p: PoolProblem) -> int:

@@ -470,6 +470,9 @@ class PooledConvProblem(ConvProblem):
     pool_padding: tuple[Pair, ...] = ()
     pool_dilation: tuple[int, ...] = ()
     pool_spatial: tuple[int, ...] = ()  # of the pooling's result
+    x_dtype: str = ""  # float32, beside a dtype of 16 bits to which it is rounded; else the dtype
+    y_dtype: str = ""  # int8 or uint8: what is pooled is multiplied by y_scale, rounded and saturated; else the dtype
+    y_scale: float = 0.0
 
     @classmethod
     def of(cls, conv: ConvProblem, pool: PoolProblem) -> PooledConvProblem:
@@ -506,7 +509,9 @@ class PooledConvProblem(ConvProblem):
         )
 
     def __str__(self) -> str:
-        return f"{super().__str__()}, max-pool {'x'.join(map(str, self.pool_window))}"
+        text = f"{super().__str__()}, max-pool {'x'.join(map(str, self.pool_window))}"
+        text += f" of {self.x_dtype}" if self.x_dtype else ""
+        return text + (f" -> {self.y_dtype}" if self.y_dtype else "")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import Literal
 
 from jaxconv import _plan
 from jaxconv._core import sharding
@@ -1017,6 +1018,53 @@ def convolution_and_pooling(program: Program, node: Node, device: _plan.Device) 
     return True
 
 
+def _with_conversion(
+    program: Program,
+    nodes: Sequence[Node],
+    inputs: Sequence[Value],
+    both: PooledConvProblem,
+    device: _plan.Device,
+) -> bool:
+    """Puts a pooled convolution in the place of `nodes`, which are one and a conversion in front or behind."""
+    outputs = nodes[-1].outputs
+    if split_by_type(*inputs) or not wants("conv_pooled", both, device) or not program.fits(nodes, inputs, outputs):
+        return False
+    program.splice(nodes, inputs, outputs, lambda *args: [conv_pooled.kernel(both, *args)], _with_conversion, both)
+    return True
+
+
+def pooled_from_float32(program: Program, node: Node, device: _plan.Device) -> bool:
+    x, *rest = node.inputs
+    if x.made_by != "convert_element_type" or x.node.inputs[0].dtype != jnp.float32:
+        return False
+    both = replace(node.params["problem"], x_dtype="float32")
+    return _with_conversion(program, [x.node, node], [x.node.inputs[0], *rest], both, device)
+
+
+def _factor_to_8_bits(node: Node) -> float | None:
+    """The factor of a node that makes 8-bit integers as `reference.stored` does; None where it is another function."""
+    if node.name != "custom_jvp_call" or len(node.inputs) != 1 or node.outputs[0].dtype.name not in ("int8", "uint8"):
+        return None
+    closed, aval, dtype = node.params["call_jaxpr"], node.inputs[0].aval, node.outputs[0].dtype.name
+    factors = [
+        v.val for eqn in closed.jaxpr.eqns if eqn.primitive.name == "mul" for v in eqn.invars if isinstance(v, Literal)
+    ]
+    if len(factors) != 1:
+        return None
+    like = jax.make_jaxpr(lambda x: reference.stored(x, factors[0], dtype))(aval)
+    return float(factors[0]) if str(like) == str(closed) else None
+
+
+def pooled_to_8_bits(program: Program, node: Node, device: _plan.Device) -> bool:
+    (y,) = node.outputs
+    behind = readers(y)
+    factor = _factor_to_8_bits(behind[0]) if len(behind) == 1 else None
+    if factor is None or not 0 < factor < math.inf:
+        return False
+    both = replace(node.params["problem"], y_dtype=behind[0].outputs[0].dtype.name, y_scale=factor)
+    return _with_conversion(program, [node, behind[0]], node.inputs, both, device)
+
+
 # A rule that takes in more stands before one that takes in less.
 RULES = (
     Rule("two batch-norms of a residual block", ("jaxconv_batchnorm_train",), norm_and_shortcut),
@@ -1041,4 +1089,6 @@ RULES = (
     Rule("a dgrad through an activation that adds another gradient", ("add_any", "add"), gradient_and_add),
     Rule("a dgrad that takes a bias' gradient", ("jaxconv_conv_dgrad",), dgrad_and_sum),
     Rule("a convolution that takes its pooling's maxima", ("jaxconv_max_pool",), convolution_and_pooling),
+    Rule("a pooled convolution that reads float32", ("jaxconv_conv_pooled",), pooled_from_float32),
+    Rule("a pooled convolution that makes 8 bits", ("jaxconv_conv_pooled",), pooled_to_8_bits),
 )

@@ -150,7 +150,7 @@ inline std::string RefuseNarrowIn(ConvOp op, const ConvProblem& p, const Device&
 
 // A convolution and the max-pooling `q` of its result. The activation follows the maximum, so it must keep the order of numbers.
 inline std::string RefusePooled(const ConvProblem& p, Activation activation, const PoolProblem& q,
-                                const Device& device) {
+                                Number x, Number y, const Device& device) {
   if (std::string why = RefuseProblem(p, device); !why.empty()) return why;
   if (!FewInputs(p)) return "it needs few channels in the array that it reads";
   if (Empty(p) || q.out_size() == 0) return "there is nothing to compute";
@@ -173,6 +173,14 @@ inline std::string RefusePooled(const ConvProblem& p, Activation activation, con
     if ((q.out[d] - 1) * 2 - q.pad[d] >= q.in[d]) return "a window lies in the padding";
   }
   const StemGeometry g = MakeGeometry(p);
+  const Number own = NumberOf(p.dtype);
+  if (x != own && (x != Number::kF32 || SizeOf(own) != 2 || !g.dense)) {
+    return "beside 16 bits it reads float32 where pixels have three channels and rows a multiple "
+           "of "
+           "4 of them";
+  }
+  if (y != own && (!IsInteger8(y) || p.k % 16 != 0))
+    return "it makes int8 and uint8 of multiples of 16 channels";
   const PooledTile pool(g, q, int(SizeOf(p.dtype)));
   const NarrowWindows windows(g, int(SizeOf(p.dtype)), pool.cols);
   const int steps = int(CeilDiv(g.taps / g.taps_w * windows.row_chunks, 2));

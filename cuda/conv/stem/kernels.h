@@ -18,10 +18,10 @@ using StemForward = Status(const Context& ctx, ConvOp op, const ConvProblem& p, 
                            const std::string& what);
 StemForward StemMma, StemNarrowIn, StemNarrowOut;
 
-// y = the max-pooling `q` of f(fprop + bias).
+// y = the max-pooling `q` of f(fprop + bias), x and y of `types`.
 Status StemConvPooled(const Context& ctx, const ConvProblem& p, const Epilogue& e,
-                      const PoolProblem& q, const void* x, const void* w, const void* bias, void* y,
-                      const std::string& what);
+                      const PoolProblem& q, const PooledTypes& types, const void* x, const void* w,
+                      const void* bias, void* y, const std::string& what);
 
 // dw; `partials` holds `splits` arrays like it in float32.
 using StemWgradOf = Status(const Context& ctx, const ConvProblem& p, int64_t splits, const void* x,

@@ -56,7 +56,7 @@ __global__ void __launch_bounds__(kWindowThreads, kResident<T, kN / 2>)
   StageFilter(a, cells);
 
   if (group < 0) {
-    FillSlots(a, shared, barriers, blockIdx.x, gridDim.x);
+    FillSlots<4, T>(a, shared, barriers, blockIdx.x, gridDim.x);
     return;
   }
   int slot = 0, count = 0;
@@ -220,7 +220,7 @@ __global__ void __launch_bounds__(kWindowThreads, kResident<T, kRows * 4 * kPart
   const int part = int(blockIdx.x % unsigned(a.parts));
   const int slice = int(blockIdx.x / unsigned(a.parts));
   if (group < 0) {
-    FillSlots(a, shared, barriers, part, a.parts);
+    FillSlots<4, T>(a, shared, barriers, part, a.parts);
   }
   const int channel0 = (slice * (1 + a.by_channel) + (a.by_channel ? max(group, 0) : 0)) * 64;
   const int stride_row = a.by_channel ? 1 : kConsumers;

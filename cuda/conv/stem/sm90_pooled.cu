@@ -3,19 +3,22 @@
 //   y[n, o, k] = max over the window's taps i of f(b[k] + sum over taps t, c of x[n, i * stride + shift(t), c] * w[t, c, k])
 //
 // Windows have 2 or 3 rows and columns, and step by 2. f and the rounding to y's type keep the order of numbers. So they
-// follow the maximum, of a quarter of the sums, and give the bits of a convolution and a pooling behind it.
+// follow the maximum, of a quarter of the sums, and give the bits of a convolution and a pooling behind it. So does the
+// conversion to 8 bits, and x of float32 gives those of a conversion in front (PooledTypes).
 //
 // The products are those of sm90_narrow_in.cu. A thread of wgmma has pairs of neighbouring columns, which are a column of
 // y each; a window's third column is another pair's, a neighbouring lane's. A warpgroup walks down its rows of the tile,
 // and the maximum of a window's rows stays in its registers. A row that two windows share is read once, but at the seam
 // between two warpgroups' rows of y.
 #include <algorithm>
+#include <type_traits>
 
 #include "cuda/conv/stem/domain.h"
 #include "cuda/conv/stem/kernels.h"
 #include "cuda/conv/stem/sm90_windows.cuh"
 #include "cuda/core/device.h"
 #include "cuda/core/extremes.cuh"
+#include "cuda/gemm/sm90_eight_numbers.cuh"
 
 namespace jaxconv::cuda::conv {
 namespace {
@@ -26,6 +29,8 @@ struct PooledArgs : NarrowToWide<T> {
   PooledTile pool;
   const T* bias;
   float least, greatest;  // of y, by the activation
+  float scale;            // of y of 8 bits, else 0
+  bool signed_y;
   int box_bytes;
 };
 
@@ -60,7 +65,35 @@ __device__ __forceinline__ void PoolColumns(const PooledTile& pool, const float 
   }
 }
 
-template <typename T, int kN, int kSteps>
+// A row of y in 8 bits into its box, 64 bytes a pixel: a warp has 16 channels, a thread two of them. `place`:
+// where a column lies.
+template <Number kType, typename T, int kCount, typename Place>
+__device__ __forceinline__ void StoreRow8(uint32_t box, float scale, const Place& place,
+                                          const float (&v)[kCount]) {
+  constexpr int kPairs = kCount / 4;  // of j and j + 1, eight columns
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+  // A matrix has the pairs of j and j + 1, of rows 2 t + e those of lane t and j + e.
+  const int row = lane % 8 / 2 + lane % 2 * 4;
+  uint32_t word[kPairs];
+#pragma unroll
+  for (int i = 0; i < kPairs; ++i) {
+    float u[4];
+#pragma unroll
+    for (int k = 0; k < 4; ++k) u[k] = __fmul_rn(ToFloat(FromFloat<T>(v[i * 4 + k])), scale);
+    word[i] = Narrowed<kType>(u[0], u[1], u[2], u[3]);
+  }
+#pragma unroll
+  for (int i = 0; i < kPairs; i += 4) {
+    // Behind the last pair it is stored again.
+    const int pixel = place(min(i + lane / 8, kPairs - 1) * 8 + row);
+    const uint32_t r[4] = {word[i], word[min(i + 1, kPairs - 1)], word[min(i + 2, kPairs - 1)],
+                           word[min(i + 3, kPairs - 1)]};
+    StoreMatrix4Transposed(box + ChunkOf<64>(pixel, warp), r);
+  }
+}
+
+// x of S (LoadSlot). kNarrow: y of 8 bits, a.pairs.
+template <typename T, typename S, bool kNarrow, int kN, int kSteps>
 __global__ void __launch_bounds__(kPooledThreads<T>, 1)
     PooledKernel(const __grid_constant__ PooledArgs<T> a) {
 #ifdef JAXCONV_SM90A
@@ -76,7 +109,9 @@ __global__ void __launch_bounds__(kPooledThreads<T>, 1)
 
   if (group < 0) {
     if constexpr (kGroups<T> == 3) RegistersDown<80>();
-    FillSlots<sizeof(T) == 2 ? 5 : 4>(a, shared, barriers, blockIdx.x, gridDim.x);
+    // As many fours under way as registers hold.
+    constexpr int kBatch = sizeof(S) == 2 ? (kNarrow ? 4 : 5) : sizeof(T) == 2 ? 3 : 4;
+    FillSlots<kBatch, S>(a, shared, barriers, blockIdx.x, gridDim.x);
     return;
   }
   if constexpr (kGroups<T> == 3) RegistersUp<144>();
@@ -95,11 +130,12 @@ __global__ void __launch_bounds__(kPooledThreads<T>, 1)
     const uint32_t narrow =
         shared + a.narrow_at + slot * a.slot_bytes + group * a.rows * 2 * g.stride[0] * a.row_bytes;
     for (int tile_k = 0; tile_k < a.channel_tiles; ++tile_k) {
-      const int channel = tile_k * 64 + warp * 16 + lane / 4;
+      const int channel = tile_k * 64 + warp * 16 + lane / 4 * (kNarrow ? 2 : 1);
+      const int second = channel + (kNarrow ? 1 : 8);
       float bias[2] = {};
       if (a.bias != nullptr) {
         if (channel < g.wide_channels) bias[0] = ToFloat(a.bias[channel]);
-        if (channel + 8 < g.wide_channels) bias[1] = ToFloat(a.bias[channel + 8]);
+        if (second < g.wide_channels) bias[1] = ToFloat(a.bias[second]);
       }
       // Row `to` of y leaves, whose maxima are v.
       const auto keep = [&](float (&v)[kCount], int to) {
@@ -113,7 +149,13 @@ __global__ void __launch_bounds__(kPooledThreads<T>, 1)
           const int at = column - a.tile_before[1] / 2;
           return at < 0 ? kN / 2 + column : at;
         };
-        if constexpr (sizeof(T) == 2) {
+        if constexpr (kNarrow) {
+          if (a.signed_y) {
+            StoreRow8<Number::kS8, T>(boxes, a.scale, place, v);
+          } else {
+            StoreRow8<Number::kU8, T>(boxes, a.scale, place, v);
+          }
+        } else if constexpr (sizeof(T) == 2) {
           // A matrix has the pairs of j and j + 1, of rows 2 t + e those of lane t and j + e.
           const int row = lane % 8 / 2 + lane % 2 * 4;
           if (tile_k * 64 + warp * 16 < g.wide_channels) {
@@ -149,7 +191,7 @@ __global__ void __launch_bounds__(kPooledThreads<T>, 1)
         if (elected) {
           const int to_col = w.rem * pool.pooled, to_row = int(h.quot) * pool.out[0] + to;
           StoreTile(a.y_map, boxes, tile_k * 64, to_col, to_row);
-          if (sizeof(T) == 4 && tile_k * 64 + 32 < g.wide_channels)
+          if (sizeof(T) == 4 && !kNarrow && tile_k * 64 + 32 < g.wide_channels)
             StoreTile(a.y_map, boxes + a.box_bytes, tile_k * 64 + 32, to_col, to_row);
           StoreCommit();
         }
@@ -222,7 +264,7 @@ bool ChoosePooledRows(PooledArgs<T>& a, const NarrowWindows& windows, int room, 
   return true;
 }
 
-template <typename T, int kN>
+template <typename T, typename S, bool kNarrow, int kN>
 Status LaunchPooled(const Context& ctx, PooledArgs<T> a, const NarrowWindows& windows, DType dtype,
                     void* y, const std::string& what) {
   Device device;
@@ -236,18 +278,21 @@ Status LaunchPooled(const Context& ctx, PooledArgs<T> a, const NarrowWindows& wi
   a.barriers_at = a.narrow_at + 2 * a.slot_bytes + kN * 16;
   const int64_t k = g.wide_channels, rows = int64_t(g.images) * a.pool.out[0];
   const TmaTensor tensor = {y, 3, {k, a.pool.out[1], rows}, {1, k, k * a.pool.out[1]}};
-  JAXCONV_RETURN_IF_ERROR(EncodeTiled(dtype, tensor, {0, a.pool.pooled, 1, 1, 1}, what, &a.y_map));
+  JAXCONV_RETURN_IF_ERROR(
+      kNarrow ? EncodeBytes(tensor, {64, a.pool.pooled, 1, 1, 1}, what, &a.y_map)
+              : EncodeTiled(dtype, tensor, {0, a.pool.pooled, 1, 1, 1}, what, &a.y_map));
   const int64_t blocks = std::min<int64_t>(a.tiles, device.multiprocessors);
   constexpr int kSteps = kN == 112 ? kStepsOf7x7<T> : 0;
-  const auto kernel = a.steps == kSteps ? PooledKernel<T, kN, kSteps> : PooledKernel<T, kN, 0>;
+  const auto kernel = a.steps == kSteps ? PooledKernel<T, S, kNarrow, kN, kSteps>
+                                        : PooledKernel<T, S, kNarrow, kN, 0>;
   return Launch(ctx, kernel, a, blocks, kPooledThreads<T>, int(a.barriers_at) + 64, what);
 }
 
 }  // namespace
 
 Status StemConvPooled(const Context& ctx, const ConvProblem& p, const Epilogue& e,
-                      const PoolProblem& q, const void* x, const void* w, const void* bias, void* y,
-                      const std::string& what) {
+                      const PoolProblem& q, const PooledTypes& types, const void* x, const void* w,
+                      const void* bias, void* y, const std::string& what) {
   return ForElement(p.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     const StemGeometry g = MakeGeometry(p);
@@ -257,11 +302,26 @@ Status StemConvPooled(const Context& ctx, const ConvProblem& p, const Epilogue& 
     const NarrowWindows windows(g, sizeof(T), pool.cols);
     SetSlots(a, g, windows, x);
     SetFilter(a, windows, w);
+    a.pairs = IsInteger8(types.y);
+    a.signed_y = types.y == Number::kS8;
+    a.scale = types.scale;
     a.bias = static_cast<const T*>(bias);
     a.least = e.activation == Activation::kNone ? -INFINITY : 0.f;
     a.greatest = e.activation == Activation::kRelu6 ? 6.f : INFINITY;
-    return pool.kernel_columns == 64 ? LaunchPooled<T, 64>(ctx, a, windows, p.dtype, y, what)
-                                     : LaunchPooled<T, 112>(ctx, a, windows, p.dtype, y, what);
+    const auto launch = [&](auto of_x, auto narrow) {
+      using S = decltype(of_x);
+      constexpr bool kNarrow = decltype(narrow)::value;
+      const auto columns = pool.kernel_columns == 64 ? LaunchPooled<T, S, kNarrow, 64>
+                                                     : LaunchPooled<T, S, kNarrow, 112>;
+      return columns(ctx, a, windows, p.dtype, y, what);
+    };
+    const auto launch_to = [&](auto of_x) {
+      return a.pairs ? launch(of_x, std::true_type()) : launch(of_x, std::false_type());
+    };
+    if constexpr (sizeof(T) == 2) {
+      if (types.x == Number::kF32) return launch_to(float());
+    }
+    return launch_to(T());
   });
 }
 

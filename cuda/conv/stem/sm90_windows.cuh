@@ -42,13 +42,56 @@ struct NarrowSlots {
   }
 };
 
+// A tile's pixels of any number of channels, kPixels of a thread under way at once. `place`: where a chunk of the tile's first
+// row lies.
+template <typename T, typename Place>
+__device__ __forceinline__ void LoadPixels(const NarrowSlots<T>& a, const T* base, int h0, int w0,
+                                           const Place& place) {
+  constexpr int kPixels = 3, kInWord = 4 / int(sizeof(T));  // channels
+  const StemGeometry& g = a.g;
+  const int items = a.narrow_rows * int(a.by_items.d);
+  for (int item0 = threadIdx.x; item0 < items; item0 += 128 * kPixels) {
+    uint32_t word[kPixels][4];
+#pragma unroll
+    for (int i = 0; i < kPixels; ++i) {
+      const int item = item0 + i * 128;
+      const int row = int(a.by_items.Div(item)), col = item - row * int(a.by_items.d);
+      const int h = h0 + row, w = w0 + col;
+      const bool inside = item < items && unsigned(h) < unsigned(g.narrow[0]) &&
+                          unsigned(w) < unsigned(g.narrow[1]);
+      const T* from = base + (inside ? int64_t(h * g.narrow[1] + w) * g.channels : 0);
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        word[i][k] = 0;
+#pragma unroll
+        for (int e = 0; e < kInWord; ++e) {
+          const int c = k * kInWord + e;
+          if (inside && c < g.channels) word[i][k] |= NarrowBits(from + c) << (e * 16);
+        }
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kPixels; ++i) {
+      const int item = item0 + i * 128;
+      if (item >= items) break;
+      const int row = int(a.by_items.Div(item)), col = item - row * int(a.by_items.d);
+      const uint32_t (&v)[4] = word[i];
+      if (a.chunk_pixel == 8) {
+        StoreShared8(place(col / 2) + row * a.row_bytes + col % 2 * 8, make_uint2(v[0], v[1]));
+      } else {
+        StoreShared16(place(col) + row * a.row_bytes, make_uint4(v[0], v[1], v[2], v[3]));
+      }
+    }
+  }
+}
+
 // The narrow pixels of a tile, from (h0, w0) on, zero outside the array. Threads 0..127, which have kBatch fours of pixels
-// under way each.
-template <int kBatch, typename T>
+// under way each. The array is of S: T, or where pixels are read in fours float32, which is rounded to T.
+template <int kBatch, typename S, typename T>
 __device__ __forceinline__ void LoadSlot(const NarrowSlots<T>& a, uint32_t slot, int image, int h0,
                                          int w0) {
   const StemGeometry& g = a.g;
-  const T* base = a.narrow + image * g.narrow_n;
+  const S* base = reinterpret_cast<const S*>(a.narrow) + image * g.narrow_n;
   const auto place = [&](int chunk) {
     const int pos = int(a.by_planes.Div(chunk));
     return slot + uint32_t((chunk - pos * a.planes) * a.plane_bytes + pos * 16);
@@ -69,7 +112,7 @@ __device__ __forceinline__ void LoadSlot(const NarrowSlots<T>& a, uint32_t slot,
         if (a.chunk_pixel == 16 || k < 2)
           to[k] = place(a.chunk_pixel == 8 ? four * 2 + k : four * 4 + k) + first * a.row_bytes;
       }
-      const T* from = base + (int64_t(h0 + first) * g.narrow[1] + w) * 3;
+      const S* from = base + (int64_t(h0 + first) * g.narrow[1] + w) * 3;
       for (int row0 = first; row0 < a.narrow_rows; row0 += at_once * kBatch) {
         uint32_t v[kBatch][kWords];
 #pragma unroll
@@ -79,10 +122,14 @@ __device__ __forceinline__ void LoadSlot(const NarrowSlots<T>& a, uint32_t slot,
               in_row && row < a.narrow_rows && unsigned(h0 + row) < unsigned(g.narrow[0]);
 #pragma unroll
           for (int k = 0; k < 3; ++k) {
-            if constexpr (sizeof(T) == 2) {
+            if constexpr (sizeof(S) == 2) {
               const uint2 u = inside ? __ldg(reinterpret_cast<const uint2*>(from) + k) : uint2{};
               v[i][k * 2] = u.x;
               v[i][k * 2 + 1] = u.y;
+            } else if constexpr (sizeof(T) == 2) {
+              const float4 u = inside ? __ldg(reinterpret_cast<const float4*>(from) + k) : float4{};
+              v[i][k * 2] = PackPair(u.x, u.y, T());
+              v[i][k * 2 + 1] = PackPair(u.z, u.w, T());
             } else {
               const uint4 u = inside ? __ldg(reinterpret_cast<const uint4*>(from) + k) : uint4{};
               v[i][k * 4] = u.x;
@@ -128,32 +175,11 @@ __device__ __forceinline__ void LoadSlot(const NarrowSlots<T>& a, uint32_t slot,
     }
     return;
   }
-  const int items = a.narrow_rows * int(a.by_items.d);
-  for (int item = threadIdx.x; item < items; item += 128) {
-    const int row = int(a.by_items.Div(item)), col = item - row * int(a.by_items.d);
-    const int h = h0 + row, w = w0 + col;
-    const bool inside = unsigned(h) < unsigned(g.narrow[0]) && unsigned(w) < unsigned(g.narrow[1]);
-    const T* from = base + (inside ? int64_t(h * g.narrow[1] + w) * g.channels : 0);
-    uint32_t word[4];
-#pragma unroll
-    for (int k = 0; k < 4; ++k) {
-      word[k] = 0;
-#pragma unroll
-      for (int e = 0; e < 4 / int(sizeof(T)); ++e) {
-        const int c = k * (4 / int(sizeof(T))) + e;
-        if (inside && c < g.channels) word[k] |= NarrowBits(from + c) << (e * 16);
-      }
-    }
-    if (a.chunk_pixel == 8) {
-      StoreShared8(place(col / 2) + row * a.row_bytes + col % 2 * 8, make_uint2(word[0], word[1]));
-    } else {
-      StoreShared16(place(col) + row * a.row_bytes, make_uint4(word[0], word[1], word[2], word[3]));
-    }
-  }
+  if constexpr (sizeof(S) == sizeof(T)) LoadPixels(a, base, h0, w0, place);
 }
 
 // The producers' part: the tiles of a block, one after another.
-template <int kBatch = 4, typename T>
+template <int kBatch, typename S, typename T>
 __device__ __forceinline__ void FillSlots(const NarrowSlots<T>& a, uint32_t shared,
                                           uint32_t barriers, int64_t begin, int64_t stride) {
   const StemGeometry& g = a.g;
@@ -162,7 +188,7 @@ __device__ __forceinline__ void FillSlots(const NarrowSlots<T>& a, uint32_t shar
   for (int64_t tile = begin; tile < a.tiles; tile += stride) {
     const QuotRem w = DivMod(tile, a.by_tiles_w), h = DivMod(w.quot, a.by_tiles_h);
     BarrierWait(barriers + slot * 16 + 8, parity ^ 1);
-    LoadSlot<kBatch>(
+    LoadSlot<kBatch, S>(
         a, shared + a.narrow_at + slot * a.slot_bytes, int(h.quot),
         (h.rem * a.tile_step[0] - a.tile_before[0]) * g.stride[0] + g.first[0],
         (w.rem * a.tile_step[1] - a.tile_before[1]) * g.stride[1] + g.first[1] - a.lead);
@@ -188,6 +214,8 @@ __device__ __forceinline__ void FillSlots(const NarrowSlots<T>& a, uint32_t shar
 template <typename T>
 struct NarrowToWide : NarrowSlots<T> {
   const T* w;
+  bool
+      pairs;  // channels 2 i and 2 i + 1 of sixteen lie at rows i and i + 8, which are one thread's of wgmma
   int channel_tiles, steps, filter_tile;
   uint32_t step_at[kMostSteps];  // added to a descriptor: the first chunk, the other's distance
   uint8_t chunk_row[2 * kMostSteps], chunk[2 * kMostSteps];  // of a step's halves
@@ -215,9 +243,9 @@ __device__ __forceinline__ void StageFilter(const NarrowToWide<T>& a, unsigned c
   __syncthreads();
   // The filter, k-major: [channel tile][four steps][channel][128 bytes, swizzled]. Neighbouring
   // threads take neighbouring channels, which neighbour in w where C is small.
-  const int n = threadIdx.x % 64;
+  const int n = threadIdx.x % 64, in_tile = a.pairs ? n / 16 * 16 + n % 8 * 2 + n / 8 % 2 : n;
   for (int tile = 0; tile < a.channel_tiles; ++tile) {
-    const int channel = tile * 64 + n;
+    const int channel = tile * 64 + in_tile;
     const T* w = a.w + channel * g.w_wide;
 #pragma unroll 8
     for (int e = threadIdx.x / 64; e < elements; e += blockDim.x / 64) {
@@ -314,7 +342,7 @@ int BestRows(NarrowSlots<T>& a, int all, int room, int blocks, const Set& set,
   for (int rows = 1; rows <= std::min(16, all); ++rows) {
     set(rows);
     if (2 * a.slot_bytes > room) break;
-    const double produced = double(a.narrow_rows) * a.by_items.d / 128 * (a.fours ? 90 : 200) + 800;
+    const double produced = double(a.narrow_rows) * a.by_items.d / 128 * (a.fours ? 90 : 110) + 800;
     const double cost =
         double(CeilDiv(a.tiles, blocks)) * (std::max<double>(multiplied(rows), produced) + 200);
     if (cost < least) {

@@ -40,8 +40,9 @@ Status StemFprop(const Context& ctx, const ConvProblem& p, const Epilogue& e, co
 }
 
 Status StemPooled(const Context& ctx, const ConvProblem& p, const Epilogue& e, const PoolProblem& q,
-                  const Plan& plan, const void* x, const void* w, const void* bias, void* y) {
-  return conv::StemConvPooled(ctx, p, e, q, x, w, bias, y, Describe("conv_pooled", p, plan));
+                  const PooledTypes& types, const Plan& plan, const void* x, const void* w,
+                  const void* bias, void* y) {
+  return conv::StemConvPooled(ctx, p, e, q, types, x, w, bias, y, Describe("conv_pooled", p, plan));
 }
 
 Status StemDgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, const void* dy,

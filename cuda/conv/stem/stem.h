@@ -18,7 +18,8 @@ Status StemFprop(const Context& ctx, const ConvProblem& p, const Epilogue& e, co
                  Workspace workspace);
 // y = the max-pooling `q` of f(fprop + bias); of the plans that PooledRefusal does not refuse.
 Status StemPooled(const Context& ctx, const ConvProblem& p, const Epilogue& e, const PoolProblem& q,
-                  const Plan& plan, const void* x, const void* w, const void* bias, void* y);
+                  const PooledTypes& types, const Plan& plan, const void* x, const void* w,
+                  const void* bias, void* y);
 Status StemDgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, const void* dy,
                  const void* w, void* dx, Workspace workspace);
 Status StemWgrad(const Context& ctx, const ConvProblem& p, const Plan& plan, const void* x,
