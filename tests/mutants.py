@@ -1,4 +1,4 @@
-"""Fifty-eight small defects, each of which the tests must find.
+"""Sixty-one small defects, each of which the tests must find.
 
     make mutants                         # all, one after the other
     make mutants ARGS="gemm batchnorm"   # those whose name or file has one of these words
@@ -304,16 +304,30 @@ MUTANTS = [
     Mutant(
         "a quantised filter's scales leave out the scale of what it reads",
         "jaxconv/quantize/program.py",
-        "scale = steps * np.float32(x_scale.step)",
-        "scale = steps * np.float32(1)",
+        "of_sums = steps * x_step\n",
+        "of_sums = steps\n",
         "tests/test_quantize.py -k bit_for_bit",
     ),
     Mutant(
         "an 8-bit residual is added with the scale of what the convolution reads",
         "jaxconv/quantize/program.py",
-        "residual_scale=None if residual_scale is None else np.float32(residual_scale.step),",
-        "residual_scale=None if residual_scale is None else np.float32(x_scale.step),",
+        "residual_scale=None if residual_scale is None else np.float32(residual_scale.step) * factor,",
+        "residual_scale=None if residual_scale is None else x_step * factor,",
         "tests/test_quantize.py -k bit_for_bit",
+    ),
+    Mutant(
+        "a bias of int32 leaves no room for what a filter of almost nothing adds",
+        "jaxconv/quantize/program.py",
+        "filters, steps = filter_scales(w, axis, dtype, least)",
+        "filters, steps = filter_scales(w, axis, dtype)",
+        "tests/test_quantize.py -k almost_nothing",
+    ),
+    Mutant(
+        "any function of one array to 8 bits is a pooling's conversion",
+        "jaxconv/joints/rules.py",
+        "return float(factors[0]) if str(like) == str(closed) else None",
+        "return float(factors[0])",
+        "tests/test_conv_pooled.py -k other_conversion",
     ),
     Mutant(
         "what the batches have as never negative is unsigned whatever the program says",

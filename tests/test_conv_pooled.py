@@ -266,6 +266,28 @@ def test_conversions_become_the_calls(dtype, monkeypatch):
     assert calls(True) == [("", "", False)]
 
 
+@pytest.mark.parametrize("more", [0.0, 1.0])
+def test_only_the_other_conversion_stays(more, monkeypatch):
+    """One that is not reference.stored."""
+    monkeypatch.setattr(rules, "wants", lambda op, problem, device: op == "conv_pooled")
+
+    @jax.custom_jvp
+    def convert(y: Any) -> Any:
+        v = y.astype(jnp.float32) * np.float32(3)
+        return reference.narrowed(v + np.float32(more) if more else v, "uint8")
+
+    convert.defjvp(lambda primals, tangents: (convert(*primals), np.zeros(convert(*primals).shape, jax.dtypes.float0)))
+    f = jaxconv.accelerate(lambda *args: convert(stem(*args)))
+    rules.HEARD.set(heard := [])
+    try:
+        got = jax.block_until_ready(jax.jit(f)(*ARGUMENTS))
+    finally:
+        rules.HEARD.set(None)
+    (problem,) = (p for program in heard for op, p in program.after if op == "conv_pooled")
+    assert problem.y_dtype == ("" if more else "uint8")
+    np.testing.assert_array_equal(got, convert(stem(*ARGUMENTS)))
+
+
 @pytest.mark.skipif(jax.device_count() < 2, reason="a mesh takes two devices")
 @pytest.mark.parametrize(
     "of_x, of_w",

@@ -286,6 +286,29 @@ def test_what_is_positive_by_chance_is_signed():
     assert np.asarray(q(-np.abs(X))).min() < 0
 
 
+@pytest.mark.parametrize("size", (0.0, 1e-30, 1e-12, 1e-7, 1e-3))
+def test_a_bias_beside_a_filter_that_is_almost_nothing(size):
+    """Where a batch-norm has switched a channel off: the bias stays, and int32 holds it."""
+    rng = np.random.default_rng(0)
+    weights = [rng.standard_normal((3, 3, c, 16), np.float32) / np.sqrt(9 * c) for c in (3, 16, 16)]
+    weights[1][..., ::2] *= size
+    biases = [np.zeros(16, np.float32), np.linspace(-2, 5, 16, dtype=np.float32), np.zeros(16, np.float32)]
+
+    def f(arguments: Any, x: Any) -> Any:
+        for i, (w, b) in enumerate(zip(*arguments, strict=True)):
+            x = _chain([jnp.asarray(w)], x) + b
+            x = jax.nn.relu(x) if i < 2 else x
+        return x
+
+    arguments = weights, biases
+    q = jaxconv.freeze(f, arguments, quantize="int8", calibrate=[X])
+    y = np.asarray(q(X))
+    assert [layer.narrow for layer in q.quantization] == [False, True, False]
+    (bias,) = (a for a in q.weights.values() if a.dtype == jnp.int32)
+    assert np.abs(np.asarray(bias, np.int64)).max() <= 2**30
+    assert signal_to_noise(f(arguments, X), y) > 35
+
+
 @pytest.mark.parametrize("step", (0.0, -1.0, np.inf, np.nan, 1e-50, 1e39))
 def test_a_scale_is_a_positive_finite_number(step):
     with pytest.raises(ValueError, match=r"freeze: a scale is .*, expected a positive finite number of float32"):
