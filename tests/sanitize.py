@@ -541,18 +541,12 @@ def scaled_calls(
     scales = dict.fromkeys(("scale", "residual", "residual_scale", "out_scale"))
     if not raw:
         scales |= dict(scale=scale, residual=added, residual_scale=None if added is None else number, out_scale=number)
-    p = ScaledConvProblem.of(
-        "conv2d",
-        2,
-        x,
-        w,
-        None if raw else scale,
-        out_dtype=result,
-        algorithm=algorithm,
-        **{**options, **given},
-        **scales,
-    )
-    return [(conv_scaled.kernel, p)]
+    biases = [None] if raw else [scale]
+    if not raw and dtype in _problem.EIGHT_BIT_INTEGERS:
+        biases.append(jax.ShapeDtypeStruct(right[-1:], "int32"))
+    how = dict(out_dtype=result, algorithm=algorithm, **{**options, **given}, **scales)
+    problems = [ScaledConvProblem.of("conv2d", 2, x, w, b, **how) for b in biases]
+    return [(conv_scaled.kernel, p) for p in problems]
 
 
 def cases(op: str, algorithm: str, dtype: str) -> Iterator[tuple[str, list[Call]]]:
