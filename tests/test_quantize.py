@@ -21,6 +21,7 @@ from jax import export, lax
 import jaxconv
 from jaxconv import _plan
 from jaxconv._core import primitives
+from jaxconv.accelerate import activations
 from jaxconv.quantize import calibrate, scales
 
 PIXELS = 8
@@ -908,6 +909,8 @@ def test_inside_jit_weights_and_batches_have_numbers():
 
 
 def test_bound_tracers_have_no_numbers():
+    """That is said, whether or not activations have been looked for in the process."""
+    activations._patterns.cache_clear()
     with pytest.raises(TypeError, match="quantize got bound arrays that are being traced, expected arrays with"):
         jax.jit(lambda w: jaxconv.freeze(_chain, w, quantize="int8", calibrate=[X])(X))(_chain_weights())
 

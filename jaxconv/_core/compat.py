@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import os
@@ -248,6 +249,15 @@ def current_trace() -> Any:
 def made_by(tracer: Any, trace: Any) -> bool:
     """Whether `trace` made the tracer."""
     return tracer._trace is trace
+
+
+def staged() -> contextlib.AbstractContextManager[Any]:
+    """A context in which functions are traced as a whole, also inside of jax.ensure_compile_time_eval. There JAX computes
+    what depends on no argument, whatever its extents are.
+
+    (`eager_constant_folding`, a state of a thread: 0.10 to 0.12. Inside of make_jaxpr, too, from 0.11 on.)
+    """
+    return config.eager_constant_folding(False)
 
 
 def traces() -> bool:

@@ -102,7 +102,8 @@ class Node:
         avals = [jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=_explicit(v.aval)) for v in self.inputs]
         if any(compat.is_varying(atom.aval) for atom in self.eqn.invars):
             avals = [atom.aval for atom in self.eqn.invars]
-        return Graph(jax.make_jaxpr(lambda p, t: jax.jvp(f, p, t))(avals, avals)).text()
+        with compat.staged():  # a pattern's extents are those of no array
+            return Graph(jax.make_jaxpr(lambda p, t: jax.jvp(f, p, t))(avals, avals)).text()
 
 
 # Functions of jax.nn and jax.numpy arrive as jitted calls of these operations; such calls are read as their bodies.

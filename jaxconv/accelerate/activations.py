@@ -121,7 +121,7 @@ def _patterns(kind: str, rank: int, dtype: str, context: Context) -> list[Patter
 
     def traced(name: str, slope: float | None, f: Callable[..., Any], written_out: bool = False) -> Pattern:
         args = [jax.ShapeDtypeStruct(EXTENTS[:rank], dtype)] + ([0.25] if slope is None else [])
-        with jax.sharding.use_abstract_mesh(context.mesh):
+        with jax.sharding.use_abstract_mesh(context.mesh), compat.staged():
             graph = Graph(jax.make_jaxpr(f)(*args))
         slope_input = graph.inputs[1] if slope is None else None
         return Pattern(name, slope, graph.outputs[0], graph.inputs[0], slope_input, written_out)
