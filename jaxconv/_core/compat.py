@@ -252,8 +252,9 @@ def made_by(tracer: Any, trace: Any) -> bool:
 
 
 def staged() -> contextlib.AbstractContextManager[Any]:
-    """A context in which functions are traced as a whole, also inside of jax.ensure_compile_time_eval. There JAX computes
-    what depends on no argument, whatever its extents are.
+    """A context in which functions are traced as a whole, also inside of jax.ensure_compile_time_eval.
+
+    There JAX computes what depends on no argument, whatever its extents are.
 
     (`eager_constant_folding`, a state of a thread: 0.10 to 0.12. Inside of make_jaxpr, too, from 0.11 on.)
     """
