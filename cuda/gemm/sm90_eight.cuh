@@ -336,12 +336,11 @@ struct EightScales {
                  : "memory");
     return v;
   }
-  // Of a thread's sums.
+  // Of a thread's sums: four are of columns i / 8 * 16 + lane % 4 * 4 + i / 4 % 2 * 2 and the next.
   __device__ __forceinline__ void Begin(int32_t (&acc)[kTileN / 2]) const {
     const uint32_t from = Starts() + threadIdx.x % 4 * 32;
 #pragma unroll
-    for (int i = 0; i < kTileN / 2;
-         i += 4) {  // columns i / 8 * 16 + lane % 4 * 4 + i / 4 % 2 * 2 and the next
+    for (int i = 0; i < kTileN / 2; i += 4) {
       asm volatile("ld.shared.v4.s32 {%0, %1, %2, %3}, [%4];\n"
                    : "=r"(acc[i]), "=r"(acc[i + 1]), "=r"(acc[i + 2]), "=r"(acc[i + 3])
                    : "r"(from + i / 8 * 128 + i / 4 % 2 * 16)

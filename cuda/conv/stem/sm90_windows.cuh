@@ -214,8 +214,8 @@ __device__ __forceinline__ void FillSlots(const NarrowSlots<T>& a, uint32_t shar
 template <typename T>
 struct NarrowToWide : NarrowSlots<T> {
   const T* w;
-  bool
-      pairs;  // channels 2 i and 2 i + 1 of sixteen lie at rows i and i + 8, which are one thread's of wgmma
+  // Channels 2 i and 2 i + 1 of sixteen lie at rows i and i + 8 of the filter, which are one thread's of wgmma.
+  bool pairs;
   int channel_tiles, steps, filter_tile;
   uint32_t step_at[kMostSteps];  // added to a descriptor: the first chunk, the other's distance
   uint8_t chunk_row[2 * kMostSteps], chunk[2 * kMostSteps];  // of a step's halves
