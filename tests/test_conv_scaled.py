@@ -522,10 +522,12 @@ def test_constants_are_rounded_as_operands_are():
     equal(np.asarray(jax.jit(lambda: jaxconv.conv2d(x, w, out_dtype="float32", **bare))()), want)
 
 
-def test_mapped():
+@pytest.mark.parametrize("bias", ["float32", "int32"])
+def test_mapped(bias):
     case = CASES["one_by_one"]
     x, w = values(1, (3, *case.x), "int8"), values(2, (3, *case.w), "int8")
     scale, b = scales(case)
+    b = of_sums(scale, b) if bias == "int32" else b
     options: dict[str, Any] = dict(out_dtype="int8", activation="relu")
 
     def f(x: Any, w: Any, scale: Any) -> Any:
@@ -539,17 +541,24 @@ def test_mapped():
             one = [a[i] if axis == 0 else a for a, axis in zip(args, axes, strict=True)]
             want = expected(sums(case, one[0], one[1]), "int8", scale=one[2], b=b, activation="relu")
             equal(np.asarray(got[i]), want)
+    bs = np.stack([b, -b])
+    got = jax.vmap(lambda b: jaxconv.conv2d(x[0], w[0], b, scale=scale, **options))(bs)
+    for i in range(2):
+        want = expected(sums(case, x[0], w[0]), "int8", scale=scale, b=bs[i], activation="relu")
+        equal(np.asarray(got[i]), want)
 
 
 @pytest.mark.skipif(jax.device_count() < 2, reason="one device")
+@pytest.mark.parametrize("bias", ["float32", "int32"])
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("split", ["images", "filters"])
-def test_on_a_mesh(split, groups, kind):
+def test_on_a_mesh(split, groups, kind, bias):
     """Images are split, or output channels with their scales; with groups those are whole groups."""
     case = Case((2, 6, 7, 256), (3, 3, 256 // groups, 32), groups=groups)
     x, w = values(1, case.x, "int8"), values(2, case.w, "int8")
     scale, b = scales(case)
+    b = of_sums(scale, b) if bias == "int32" else b
     residual = values(4, (*case.x[:-1], 32), "int8")
     mesh = jax.make_mesh((2,), ("d",), axis_types=(kind,))
     images = P("d") if split == "images" else P(None, None, None, "d")
@@ -580,6 +589,8 @@ def test_an_empty_batch_and_no_channels():
     b = np.arange(16, dtype=np.float32)
     y = jaxconv.conv2d(np.zeros((1, 5, 5, 0), np.int8), np.zeros((3, 3, 0, 16), np.int8), b, scale=scale)
     equal(np.asarray(y), np.broadcast_to(b, (1, 5, 5, 16)))
+    y = jaxconv.conv2d(np.zeros((1, 5, 5, 0), np.int8), np.zeros((3, 3, 0, 16), np.int8), np.int32(b), scale=0.5)
+    equal(np.asarray(y), np.broadcast_to(b / 2, (1, 5, 5, 16)))
 
 
 @pytest.mark.parametrize("scaled", (dict(scale=0.1), dict(scale=0.1, out_scale=2.0), {}), ids=str)
