@@ -852,8 +852,12 @@ def test_a_batch_norm_between_calls_is_planned_as_one_with_an_activation(backwar
 
 
 def test_each_rule_has_a_row():
-    """But for the one whose calls no gradient is taken of: tests/test_conv_pooled.py has it."""
-    of_no_gradient = {"a convolution that takes its pooling's maxima"}
+    """But for those of whose calls no gradient is taken: tests/test_conv_pooled.py has them."""
+    of_no_gradient = {
+        "a convolution that takes its pooling's maxima",
+        "a pooled convolution that reads float32",
+        "a pooled convolution that makes 8 bits",
+    }
     named = {name for row in ROWS.values() for name in row.applied}
     assert named | of_no_gradient == {rule.name for rule in rules.RULES} and not named & of_no_gradient
 
