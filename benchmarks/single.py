@@ -117,7 +117,8 @@ def ways(
 
 
 def _replaced(predict: Callable[[Any], jax.Array], x: jax.Array, y: jax.Array, options: Mapping[str, Any]) -> Call:
-    """Each answer lies where the one before it lay. XLA updates a CUDA graph when an address in it is another one."""
+    """Each answer lies where the one before it lay. XLA updates a CUDA graph when an address in it is another one, but
+    on an H200 the call took as long as without."""
     into = jax.jit(lambda x, last: predict(x), donate_argnums=1, keep_unused=True, compiler_options=dict(options))
     program, last = into.lower(x, y).compile(), [y]
 

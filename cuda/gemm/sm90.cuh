@@ -181,6 +181,14 @@ struct Sm90Ring {
       if (threadIdx.x % 128 == 0) BarrierArrive(Empty(s));
     }
   }
+  // Of one warp, whose others need not have read the stage: kReaders counts warps.
+  __device__ __forceinline__ void ReleaseWarp(int s) const {
+    if constexpr (Tile::kPair) {
+      if (threadIdx.x % 32 < 2) BarrierArriveAt(Empty(s), threadIdx.x % 32);
+    } else {
+      if (threadIdx.x % 32 == 0) BarrierArrive(Empty(s));
+    }
+  }
 
   __device__ __forceinline__ void Advance() {
     if (++stage == Tile::kStages) {

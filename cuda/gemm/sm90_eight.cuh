@@ -67,12 +67,6 @@ struct Sm90EightTile {
   static_assert(kRows * kColumns <= kStageBytes, "a residual of 8 bits is a stage");
 };
 
-// A warp has read stage s: its other warps need not have.
-template <typename Tile>
-__device__ __forceinline__ void ReleaseStage(const Sm90Ring<Tile>& ring, int s) {
-  if (threadIdx.x % 32 == 0) BarrierArrive(ring.Empty(s));
-}
-
 // Where wgmma finds the 32 k of step `k` of four in a stage: of A's block m, of B.
 template <typename Tile>
 struct EightOperands {
@@ -129,7 +123,7 @@ __device__ __forceinline__ void Sm90EightLoop(Sm90Ring<Tile>& ring, int group, i
     }
     WgmmaCommit();
     WgmmaWait<1>();
-    if (before >= 0) ReleaseStage(ring, before);
+    if (before >= 0) ring.ReleaseWarp(before);
     before = ring.stage;
     ring.Advance();
   }
@@ -140,7 +134,7 @@ __device__ __forceinline__ void Sm90EightLoop(Sm90Ring<Tile>& ring, int group, i
   WgmmaWait<0>();
 #pragma unroll
   for (int m = 0; m < Tile::kBlocks; ++m) Pin(acc[m]);
-  if (before >= 0) ReleaseStage(ring, before);
+  if (before >= 0) ring.ReleaseWarp(before);
 }
 
 // The same of float8: a stage's sums are a chain of the tensor cores'. Two chains are under way together, and the first one's
@@ -173,7 +167,7 @@ __device__ __forceinline__ void Sm90EightLoop(Sm90Ring<Tile>& ring, int group, i
   };
   const auto add = [&](float (&acc)[kCount], int stage) {
     Pin(acc);
-    ReleaseStage(ring, stage);
+    ring.ReleaseWarp(stage);
 #pragma unroll
     for (int i = 0; i < kCount; ++i) sum[0][i] = __fadd_rn(sum[0][i], acc[i]);
     Pin(sum[0]);
@@ -645,7 +639,7 @@ __device__ __forceinline__ void FinishEightTile(
     AddResidualStage<Tile>(e, ring.A(), block0, residual_scale, v);
     ReadsFirst();
     __syncwarp();
-    ReleaseStage(ring, ring.stage);
+    ring.ReleaseWarp(ring.stage);
     ring.Advance();
   } else if (e.residual != nullptr) {
     AddResidualAsItLies<Tile>(p, e, at, block0, residual_scale, v);

@@ -100,11 +100,7 @@ __device__ __forceinline__ void Sm90RowsLoop(Sm90Ring<Tile>& ring, int steps, co
   // What a warp has read of a stage is in its products, which are done.
   const auto release = [&](int stage) {
     __syncwarp();
-    if constexpr (Tile::kPair) {  // it is free when both CTAs have read theirs
-      if (threadIdx.x % 32 < 2) BarrierArriveAt(ring.Empty(stage), threadIdx.x % 32);
-    } else {
-      if (threadIdx.x % 32 == 0) BarrierArrive(ring.Empty(stage));
-    }
+    ring.ReleaseWarp(stage);
   };
   Sm90Rows<Tile> a[2];
   int before = -1;  // the stage whose products may still run

@@ -175,9 +175,7 @@ inline std::string RefusePooled(const ConvProblem& p, Activation activation, con
   const StemGeometry g = MakeGeometry(p);
   const Number own = NumberOf(p.dtype);
   if (x != own && (x != Number::kF32 || SizeOf(own) != 2 || !g.dense)) {
-    return "beside 16 bits it reads float32 where pixels have three channels and rows a multiple "
-           "of "
-           "4 of them";
+    return "beside 16 bits it reads float32 of three channels, in rows of a multiple of 4 pixels";
   }
   if (y != own && (!IsInteger8(y) || p.k % 16 != 0))
     return "it makes int8 and uint8 of multiples of 16 channels";
