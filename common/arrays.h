@@ -49,6 +49,7 @@ class Pointer {
 // Names on the wire's errors, too. d<name>: the gradient of <name>.
 JAXCONV_ROLE(X, x)
 JAXCONV_ROLE(W, w)
+JAXCONV_ROLE(X2, x2)              // of a second convolution, whose sums are added
 JAXCONV_ROLE(B, b)                // a convolution's or dense layer's bias
 JAXCONV_ROLE(C, c)                // what is added to the products
 JAXCONV_ROLE(Residual, residual)  // what is added in front of the activation

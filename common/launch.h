@@ -51,8 +51,8 @@ Status ConvDgrad(const Context& ctx, const ConvProblem& p, const Plan& plan,
 #if JAXCONV_ON_GPUS
 // y of ScaledConvProblem. `scale` (K), the numbers `residual_scale` and `out_scale`: float32; `b` (K) of bias_type. What it lacks
 // is null. There are elements.
-using ConvScaledArrays =
-    Arrays<in::X, in::W, in::Scale, in::B, in::Residual, in::ResidualScale, in::OutScale, out::Y>;
+using ConvScaledArrays = Arrays<in::X, in::W, in::Scale, in::B, in::Residual, in::ResidualScale,
+                                in::OutScale, in::X2, in::W2, out::Y>;
 Status ConvScaled(const Context& ctx, const ScaledConvProblem& p, const Plan& plan,
                   const ConvScaledArrays& a, Workspace workspace);
 

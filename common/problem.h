@@ -107,11 +107,16 @@ struct IntegerConvProblem {
 // in float32, from the left to the right, each operation rounded by itself. A bias of int32 is added to the sum of integers
 // instead: v = float32(sum + bias[k]) * scale[k] + ... narrow is y's type: of 8 bits rounded to nearest even and saturated, NaN
 // 0 in integers. y of int32 is the sum. In memory x, y and the residual are channels last, w is (K, T, R, S, C/G).
+//
+// With a shortcut the sum is conv(x, w) + shortcut(x2, w2): a convolution of one tap and one group, without padding, which makes
+// y's pixels and channels too. x2 has x's type, w2 has w's.
 struct ScaledConvProblem {
   ConvProblem conv;  // channels_last; its dtype means nothing
   Number x_type, w_type, y_type;
   bool scale, bias, residual, residual_scale, out_scale;  // which are given
   Number bias_type, residual_type;                        // of those that are given
+  bool has_shortcut;
+  ConvProblem shortcut;
   Activation activation;
   double slope;
 };

@@ -24,7 +24,7 @@ using Dims = AnyBuffer::Dimensions;
 // clang-format off
 // What an array must be. Of the first line the problem is read off one each; a second one must be like it.
 enum Rule : uint8_t {
-  kX, kW, kY, kPosition, kW2, kResidual, kTypedBias,
+  kX, kW, kY, kPosition, kX2, kW2, kResidual, kTypedBias,
   kLikeX, kLikeY,  // of the shape and the type
   kSignsOfX,       // a bit of each element, channels last: a byte of eight channels
   kBias, kAddend, kStatistic, kPerChannel, kPerGroup, kPerHidden, kChannels, kHidden, kNumber,  // as the problem says
@@ -44,13 +44,14 @@ constexpr int IndexOf(std::string_view word, std::string_view words) {
 
 // Arrays that a call may lack, "residual?", and which of them there are: bits.
 constexpr uint32_t Bit(std::string_view name) {
-  return 1u << IndexOf(name, "b c residual z dx dresidual position scale residual_scale out_scale");
+  return 1u << IndexOf(name,
+                       "b c residual z dx dresidual position scale residual_scale out_scale x2 w2");
 }
 inline constexpr uint32_t kHasB = Bit("b"), kHasC = Bit("c"), kHasResidual = Bit("residual"),
                           kHasZ = Bit("z"), kHasDx = Bit("dx"), kHasDresidual = Bit("dresidual"),
                           kHasPosition = Bit("position"), kHasScale = Bit("scale"),
                           kHasResidualScale = Bit("residual_scale"),
-                          kHasOutScale = Bit("out_scale");
+                          kHasOutScale = Bit("out_scale"), kHasShortcut = Bit("x2") | Bit("w2");
 
 // The rule of roles; of all others, where there are none.
 struct RuleOf {

@@ -176,11 +176,14 @@ auto Cta(const SqueezeExciteProblem& p, const Plan& plan, const cuda::Device& de
   const cuda::SqueezeExciteSize size = cuda::SqueezeExciteCta(p, plan, device);
   return std::tuple(size.images, size.steps, size.held, size.bytes);
 }
-// `conv` with types, of x, w and y.
-std::string ScaledRefusal(const ConvProblem& conv, Number x, Number w, Number y, const Plan& plan,
+// `conv`, and perhaps a shortcut, with types, of x, w and y.
+std::string ScaledRefusal(const ConvProblem& conv, bool has_shortcut, const ConvProblem& shortcut,
+                          Number x, Number w, Number y, const Plan& plan,
                           const cuda::Device& device) {
   ScaledConvProblem p = {};
   p.conv = conv;
+  p.has_shortcut = has_shortcut;
+  p.shortcut = shortcut;
   p.x_type = x;
   p.w_type = w;
   p.y_type = y;

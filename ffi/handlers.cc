@@ -138,9 +138,9 @@ XLA_FFI_Error* Handle(XLA_FFI_CallFrame* frame) {
   return handler->Call(frame);
 }
 
-// Version 1 named a plan's algorithm where version 2 names its kernel.
+// Version 1 named a plan's algorithm where version 2 names its kernel. Version 2 of conv_scaled had no shortcut.
 XLA_FFI_DEFINE_HANDLER(
-    kVersion1Refused,
+    kOlderRefused,
     [](ffi::RemainingArgs, ffi::RemainingRets, ffi::Dictionary) {
       return ffi::Error(
           ffi::ErrorCode::kUnimplemented,
@@ -154,6 +154,11 @@ Row MakeRow(const std::string& op) {
   static_assert(Takes(kSignature<Op>, static_cast<ArraysOf<Op>*>(nullptr)),
                 "a role of the row is none of its launcher's");
   return {"jaxconv_" + op + "_v2", Handle<Op>, Op::Operands(), Op::Results()};
+}
+
+[[maybe_unused]] Row Third(Row row) {
+  row.target.back() = '3';
+  return row;
 }
 
 }  // namespace
@@ -213,8 +218,8 @@ const std::vector<Row>& Rows() {
       JAXCONV_OP("squeeze_excite_backward", SqueezeBackward, SqueezeExciteBackward,
                  "x dy w1 w2 z1 gate", "dz2 dz1 dx?"),
 #if JAXCONV_ON_GPUS
-      JAXCONV_OP("conv_scaled", ScaledConv, ConvScaled,
-                 "x w scale? b? residual? residual_scale? out_scale?", "y"),
+      Third(JAXCONV_OP("conv_scaled", ScaledConv, ConvScaled,
+                       "x w scale? b? residual? residual_scale? out_scale? x2? w2?", "y")),
       JAXCONV_OP("conv_normalised_statistics", NormalisedStatistics, ConvNormalisedStatistics,
                  "x w scale bias mean var", "y new_mean new_var"),
       JAXCONV_OP("conv_pooled", PooledConv, ConvPooled, "x w b?", "y"),
@@ -231,18 +236,19 @@ const std::vector<Row>& Rows() {
                  "x dy scale bias mean rstd c", "dscale dbias dx"),
       JAXCONV_OP("batchnorm_shortcut_backward", Norm, BatchNormShortcutBackward,
                  "x dy scale bias mean rstd r scale_r bias_r mean_r rstd_r", "dscale dbias dscale_r dx dr"),
+      {"jaxconv_conv_scaled_v2", kOlderRefused},
 #endif
-      {"jaxconv_conv_v1", kVersion1Refused},
-      {"jaxconv_conv_fprop_v1", kVersion1Refused},
-      {"jaxconv_conv_statistics_v1", kVersion1Refused},
-      {"jaxconv_conv_dgrad_v1", kVersion1Refused},
-      {"jaxconv_conv_dgrad_add_v1", kVersion1Refused},
-      {"jaxconv_conv_wgrad_v1", kVersion1Refused},
-      {"jaxconv_dense_v1", kVersion1Refused},
-      {"jaxconv_matmul_v1", kVersion1Refused},
-      {"jaxconv_batchnorm_train_v1", kVersion1Refused},
-      {"jaxconv_batchnorm_infer_v1", kVersion1Refused},
-      {"jaxconv_batchnorm_backward_v1", kVersion1Refused},
+      {"jaxconv_conv_v1", kOlderRefused},
+      {"jaxconv_conv_fprop_v1", kOlderRefused},
+      {"jaxconv_conv_statistics_v1", kOlderRefused},
+      {"jaxconv_conv_dgrad_v1", kOlderRefused},
+      {"jaxconv_conv_dgrad_add_v1", kOlderRefused},
+      {"jaxconv_conv_wgrad_v1", kOlderRefused},
+      {"jaxconv_dense_v1", kOlderRefused},
+      {"jaxconv_matmul_v1", kOlderRefused},
+      {"jaxconv_batchnorm_train_v1", kOlderRefused},
+      {"jaxconv_batchnorm_infer_v1", kOlderRefused},
+      {"jaxconv_batchnorm_backward_v1", kOlderRefused},
   };
   return *rows;
 }

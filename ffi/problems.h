@@ -30,7 +30,8 @@ inline uint32_t Given(const wire::Epilogue& e) {
 }
 inline uint32_t Given(const wire::Scaled& s) {
   return (s.scale ? kHasScale : 0) | (s.residual ? kHasResidual : 0) |
-         (s.residual_scale ? kHasResidualScale : 0) | (s.out_scale ? kHasOutScale : 0);
+         (s.residual_scale ? kHasResidualScale : 0) | (s.out_scale ? kHasOutScale : 0) |
+         (s.shortcut_stride.size() != 0 ? kHasShortcut : 0);
 }
 inline uint32_t Given(const wire::Product& product) { return product.addend ? kHasC : 0; }
 inline uint32_t Given(const wire::Norm& norm) { return norm.residual ? kHasResidual : 0; }
@@ -300,9 +301,15 @@ struct PooledConv : ConvWith<wire::Epilogue, wire::Pool, wire::Narrow> {
 
 // Of 8-bit numbers.
 struct ScaledConv : ConvWith<wire::Epilogue, wire::Scaled> {
-  static constexpr RuleOf kRules[] = {
-      {"x", kX},         {"w", kW},    {"y", kY}, {"residual", kResidual}, {"scale", kPerChannel},
-      {"b", kTypedBias}, {"", kNumber}};
+  static constexpr RuleOf kRules[] = {{"x", kX},
+                                      {"w", kW},
+                                      {"y", kY},
+                                      {"residual", kResidual},
+                                      {"scale", kPerChannel},
+                                      {"b", kTypedBias},
+                                      {"x2", kX2},
+                                      {"w2", kW2},
+                                      {"", kNumber}};
   using ConvWith::ConvWith;
   ScaledConvProblem scaled = {};
   auto Problems() const { return std::tie(scaled); }
@@ -362,6 +369,46 @@ struct ScaledConv : ConvWith<wire::Epilogue, wire::Scaled> {
     scaled.w_type = *w;
     scaled.y_type = *y;
     scaled.conv = p;
+    return call.Has(kX2) ? ReadShortcut(call) : Status::Ok();
+  }
+  // What x2, w2 and the stride say, of y's pixels and channels.
+  Status ReadShortcut(const Call& call) {
+    const wire::Ints stride = std::get<2>(all).shortcut_stride;
+    const AnyBuffer x2 = call[kX2], w2 = call[kW2];
+    const Dims xd = x2.dimensions(), wd = w2.dimensions(), yd = call[kY].dimensions();
+    const size_t nd = window.stride.size();
+    const auto disagree = [&](const std::string& how) {
+      return call.Invalid("extents disagree: " + call.Shapes({kX2, kW2, kY}) + ": " + how);
+    };
+    if (x2.element_type() != call[kX].element_type() ||
+        w2.element_type() != call[kW].element_type())
+      return call.Invalid("x2 must have x's type, and w2 w's");
+    if (stride.size() != nd || xd.size() != nd + 2 || wd.size() != nd + 2)
+      return disagree("the ranks");
+    if (p.groups != 1) return call.Invalid("a shortcut has one group");
+    const bool last = window.dims_channels_last != 0;
+    const size_t channel = last ? nd + 1 : 1;
+    ConvProblem& q = scaled.shortcut;
+    q = p;
+    q.c = xd[channel];
+    if (xd[0] != p.n || wd[last ? nd : 1] != q.c || wd[last ? nd + 1 : 0] != p.k || q.c == 0)
+      return disagree("the batches or the channels");
+    for (size_t i = 0; i < nd; ++i) {
+      const size_t d = 3 - nd + i, spatial = (last ? 1 : 2) + i;
+      q.in[d] = xd[spatial];
+      q.stride[d] = stride[i];
+      if (stride[i] < 1 || stride[i] > kMaxStep || q.in[d] < 1 ||
+          (q.in[d] - 1) / q.stride[d] + 1 != yd[spatial] || wd[(last ? 0 : 2) + i] != 1)
+        return disagree("spatial axis " + std::to_string(i) + " with stride " +
+                        std::to_string(stride[i]));
+    }
+    for (int d = 0; d < 3; ++d) {
+      q.filter[d] = q.dilation[d] = 1;
+      q.pad[d] = 0;
+    }
+    if (!(Checked(p.n) * p.k * q.c * p.out_size()).Within(0, kMaxProducts))
+      return disagree("more than 2^62 products");
+    scaled.has_shortcut = true;
     return Status::Ok();
   }
   Expected Expect(const Call&, Rule rule) const {

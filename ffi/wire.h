@@ -58,6 +58,7 @@ struct Epilogue {
 struct Scaled {
   static constexpr char kName[] = "scaled";
   int64_t scale, residual, residual_scale, out_scale;
+  Ints shortcut_stride;  // one per spatial dimension, or none: there is no shortcut
 };
 
 // A result of 8 bits: what it was is multiplied by `scale`, rounded and saturated; 0 where a result is none.
@@ -277,7 +278,8 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jaxconv::wire::Epilogue, StructMember<in
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jaxconv::wire::Scaled, StructMember<int64_t>("scale"),
                                       StructMember<int64_t>("residual"),
                                       StructMember<int64_t>("residual_scale"),
-                                      StructMember<int64_t>("out_scale"));
+                                      StructMember<int64_t>("out_scale"),
+                                      StructMember<::jaxconv::wire::Ints>("shortcut_stride"));
 
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jaxconv::wire::Narrow, StructMember<double>("scale"));
 

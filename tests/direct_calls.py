@@ -19,7 +19,7 @@ import jaxconv
 from jaxconv._core import primitives
 from jaxconv._core.activations import Activation
 from jaxconv._ops import conv as conv_module
-from jaxconv._ops import conv_integer, conv_pooled
+from jaxconv._ops import conv_integer, conv_pooled, conv_scaled
 from jaxconv._ops.batchnorm import backward_add, dx_of_sums, moments, shortcut_backward, shortcut_problem, signs
 from jaxconv._ops.conv_normalised import normalised_statistics
 from jaxconv._ops.dense import dense_gradient
@@ -193,15 +193,17 @@ def pooled_operands() -> tuple[jax.Array, ...]:
     return tuple(jnp.ones(s, "bfloat16") for s in ((2, 20, 24, 3), (3, 3, 3, 16), (16,)))
 
 
-def narrow(x: jax.Array, w: jax.Array, b: jax.Array, residual: jax.Array) -> jax.Array:
+def narrow(x: jax.Array, w: jax.Array, b: jax.Array, residual: jax.Array, x2: jax.Array, w2: jax.Array) -> jax.Array:
     """conv_scaled with everything that it has."""
-    how: dict[str, Any] = dict(residual=residual, scale=b, residual_scale=0.5, out_scale=0.25, activation="relu")
-    return jaxconv.conv2d(x, w, b, out_dtype="int8", algorithm="sm90/eight 128x128", **how)
+    how: dict[str, Any] = dict(scale=b, residual_scale=0.5, out_scale=0.25, out_dtype="int8", activation="relu")
+    how |= dict(stride=1, padding="SAME", dilation=1, groups=1, layout="NHWC", precision=None, implementation=None)
+    how |= dict(algorithm="sm90/eight 128x128", return_preactivation=False, shortcut=(x2, w2, (2, 2)))
+    return conv_scaled.run("conv2d", 2, x, w, b, residual, **how)
 
 
 def narrow_operands() -> tuple[jax.Array, ...]:
     """narrow's."""
-    shapes = (2, 5, 6, 32), (3, 3, 32, 16), (16,), (2, 5, 6, 16)
+    shapes = (2, 5, 6, 32), (3, 3, 32, 16), (16,), (2, 5, 6, 16), (2, 9, 12, 48), (1, 1, 48, 16)
     return tuple(jnp.ones(s, "float32" if len(s) == 1 else "int8") for s in shapes)
 
 

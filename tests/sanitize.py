@@ -503,8 +503,8 @@ def integer_calls(
     ]
 
 
-# x, w, options, types of the residual and the result: rows, columns and depths that no tile divides, blocks of 64
-# channels, groups, every way out.
+# x, w, options and a shortcut's x2 and stride, types of the residual and the result: rows, columns and depths that no
+# tile divides, blocks of 64 channels, groups, every way out.
 SCALED: tuple[tuple[direct_calls.Shape, direct_calls.Shape, dict[str, Any], str | None, str], ...] = (
     ((2, 9, 11, 64), (1, 1, 64, 48), {}, "int8", "int8"),
     ((3, 13, 12, 48), (3, 3, 48, 80), {}, "float16", "int8"),
@@ -512,6 +512,8 @@ SCALED: tuple[tuple[direct_calls.Shape, direct_calls.Shape, dict[str, Any], str 
     ((2, 15, 13, 32), (3, 3, 32, 32), dict(stride=2), "uint8", "float32"),
     ((2, 6, 7, 256), (3, 3, 128, 32), dict(groups=2), "float8_e5m2", "float8_e4m3fn"),
     ((12, 40, 40, 16), (1, 1, 16, 144), {}, "int8", "uint8"),
+    ((2, 9, 11, 64), (1, 1, 64, 80), dict(shortcut=((2, 17, 21, 128), 2)), None, "uint8"),
+    ((2, 9, 11, 144), (1, 1, 144, 144), dict(shortcut=((2, 9, 11, 48), 1)), "int8", "bfloat16"),
     ((2, 8, 9, 144), (3, 3, 144, 144), {}, None, "int32"),
     ((2, 13, 12, 64), (3, 3, 64, 48), {}, "int8", "int8"),
     ((2, 9, 20, 112), (3, 3, 112, 144), {}, "float8_e4m3fn", "bfloat16"),
@@ -544,8 +546,13 @@ def scaled_calls(
     biases = [None] if raw else [scale]
     if not raw and dtype in _problem.EIGHT_BIT_INTEGERS:
         biases.append(jax.ShapeDtypeStruct(right[-1:], "int32"))
+    given = dict(given)
+    x2, stride = given.pop("shortcut", ((), 0))
+    shortcut: dict[str, Any] = {}
+    if x2:
+        shortcut = dict(shortcut_channels=x2[-1], shortcut_spatial=x2[1:-1], shortcut_stride=(stride, stride))
     how = dict(out_dtype=result, algorithm=algorithm, **{**options, **given}, **scales)
-    problems = [ScaledConvProblem.of("conv2d", 2, x, w, b, **how) for b in biases]
+    problems = [dataclasses.replace(ScaledConvProblem.of("conv2d", 2, x, w, b, **how), **shortcut) for b in biases]
     return [(conv_scaled.kernel, p) for p in problems]
 
 

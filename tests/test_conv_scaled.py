@@ -836,7 +836,7 @@ def test_layouts_that_xla_is_asked_for(code_for_gpus, scaled):
     like = jax.ShapeDtypeStruct((2, 32, 9, 9), "int8"), jax.ShapeDtypeStruct((48, 32, 3, 3), "int8")
     with _plan.Device.assumed(H200):
         text = jax.jit(f).trace(*like).lower(lowering_platforms=("cuda",)).as_text()
-    (call,) = [line for line in text.splitlines() if "custom_call @jaxconv_conv_scaled_v2" in line]
+    (call,) = [line for line in text.splitlines() if "custom_call @jaxconv_conv_scaled_v3" in line]
     images, filters = ("[1, 3, 2, 0]", "[1, 3, 2, 0]") if scaled else ("[3, 2, 1, 0]", "[2, 1, 0, 3]")
     assert f"operand_layouts = [dense<{images}> : tensor<4xindex>, dense<{filters}> : tensor<4xindex>" in call
     assert f"result_layouts = [dense<{images}> : tensor<4xindex>" in call

@@ -6,6 +6,7 @@ import functools
 import itertools
 import pickle
 import re
+from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
@@ -36,7 +37,7 @@ X = images(3)
 
 
 class Net(nn.Module):
-    """A stem, a max-pooling, two residual blocks, of which one has a shortcut of its own, a hidden layer, a head."""
+    """A stem, a max-pooling, three residual blocks (two with a filter in the shortcut), a hidden layer, a head."""
 
     dtype: Any = None
 
@@ -46,7 +47,7 @@ class Net(nn.Module):
         conv = functools.partial(nn.Conv, use_bias=False, dtype=self.dtype)
         x = stem = nn.relu(norm(name="norm_init")(conv(16, (3, 3), name="conv_init")(x)))
         x = nn.max_pool(x, (2, 2), (2, 2))
-        for i, stride in enumerate((1, 2)):
+        for i, stride in enumerate((1, 2, 1)):
             y = nn.relu(norm()(conv(16, (3, 3), strides=stride, name=f"block{i}_conv1")(x)))
             y = norm()(conv(32, (1, 1), name=f"block{i}_conv2")(y))
             if x.shape != y.shape:
@@ -86,11 +87,7 @@ def expected_last(q: jaxconv.Frozen, stem: jax.Array) -> jax.Array:
     w, points = q.weights, iter(q.quantization.scales)
     exact = q.quantization.dtype == "int8"
 
-    def conv(
-        name: str, norm: int, x: Any, stride: int, out: scales.Scale, residual: Any = None, relu: bool = True
-    ) -> jax.Array:
-        """The weights' scales are those of the result's numbers."""
-        filter = w[f"params/{name}/kernel"]
+    def sums(name: str, x: Any, stride: int) -> np.ndarray:
         wide = jnp.int32 if exact else jnp.float32
         total = of_cpu(
             lambda x, w: lax.conv_general_dilated(
@@ -101,29 +98,31 @@ def expected_last(q: jaxconv.Frozen, stem: jax.Array) -> jax.Array:
                 dimension_numbers=("NHWC", "HWIO", "NHWC"),
                 precision="highest",
             ),
-            *(np.asarray(a) for a in (x, filter)),
+            *(np.asarray(a) for a in (x, w[f"params/{name}/kernel"])),
         )
+        return np.asarray(total)
+
+    def conv(name: str, norm: int, total: np.ndarray, out: scales.Scale, residual: Any = None) -> jax.Array:
+        """The weights' scales are those of the result's numbers."""
         scale, bias = (np.asarray(w[n]) for n in (f"params/{name}/kernel_scale", f"params/BatchNorm_{norm}/bias"))
         assert bias.dtype == (np.int32 if exact else np.float32)
-        z = np.float32(np.asarray(total) + bias) * scale if exact else np.float32(total) * scale + bias
+        z = np.float32(total + bias) * scale if exact else np.float32(total) * scale + bias
         if residual is not None:
             array, step = residual
             z = z + np.asarray(array, np.float32) * (np.float32(step.step) * out.inverse)
-        return narrowed(jnp.asarray(np.maximum(z, 0) if relu else z), out)
+        return narrowed(jnp.asarray(np.maximum(z, 0)), out)
 
-    in0, mid0, out0 = next(points), next(points), next(points)
+    # Those of the first two conv2 are not used: their sums are added to the shortcuts'.
+    in0, mid0, _, last0, mid1, _, last1, mid2, last2 = itertools.islice(points, 9)
     pooled = lax.reduce_window(stem, -jnp.inf, lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
     x = narrowed(jnp.asarray(pooled) * in0.inverse, in0)
-    a = conv("block0_conv1", 0, x, 1, mid0)
-    y = conv("block0_conv2", 1, a, 1, out0, relu=False)
-    shortcut = next(points)
-    x = conv("block0_shortcut", 2, x, 1, shortcut, residual=(y, out0))
-    mid1 = next(points)
-    a = conv("block1_conv1", 3, x, 2, mid1)
-    out1 = next(points)
-    y = conv("block1_conv2", 4, a, 1, out1, relu=False)
-    last = next(points)
-    return np.asarray(conv("block1_shortcut", 5, x, 2, last, residual=(y, out1)), np.float32) * last.step
+    a = conv("block0_conv1", 0, sums("block0_conv1", x, 1), mid0)
+    x = conv("block0_conv2", 1, sums("block0_conv2", a, 1) + sums("block0_shortcut", x, 1), last0)
+    a = conv("block1_conv1", 3, sums("block1_conv1", x, 2), mid1)
+    x = conv("block1_shortcut", 4, sums("block1_conv2", a, 1) + sums("block1_shortcut", x, 2), last1)
+    a = conv("block2_conv1", 6, sums("block2_conv1", x, 1), mid2)
+    x = conv("block2_conv2", 7, sums("block2_conv2", a, 1), last2, (x, last1))
+    return np.asarray(x, np.float32) * last2.step
 
 
 def test_int8_is_the_arithmetic_that_jnp_has_bit_for_bit():
@@ -172,7 +171,7 @@ def test_nothing_between_two_8_bit_convolutions_is_wider():
     in front of the hidden layer reads."""
     jaxpr = jax.make_jaxpr(frozen())(X)
     called = [e for e in primitives.equations(jaxpr.jaxpr) if e.primitive.name == "jaxconv_conv_scaled"]
-    assert len(called) == 7
+    assert len(called) == 7  # of nine layers: two are added to their shortcuts
     for eqn in called:
         x, w, *_ = (v.aval for v in eqn.invars)
         assert x.dtype.itemsize == w.dtype.itemsize == 1
@@ -241,7 +240,7 @@ def test_scales_of_filters_are_a_channels_own():
 
 def test_what_is_never_negative_is_unsigned():
     layers = {layer.name.rpartition("/")[2]: layer for layer in frozen().quantization}
-    assert layers["block0_conv1"].dtype == "uint8" and layers["block0_conv2"].out_dtype == "int8"
+    assert layers["block0_conv1"].dtype == "uint8" and layers["block0_conv1"].out_dtype == "uint8"
     assert layers["hidden"].dtype == "uint8"  # the mean of a relu's result
     assert all(layer.dtype != "uint8" for layer in frozen("float8_e4m3fn").quantization)
 
@@ -326,18 +325,18 @@ def test_the_table_says_of_each_layer_what_it_is_and_why():
     assert table[0].name == "Net/conv_init" and table[0].why == "the first layer: it reads the inputs"
     assert layers["Net/head"].why == "the last layer: it makes the results"
     assert layers["Net/head"].weight == "params/head/kernel"
-    assert [layer.narrow for layer in table] == [False, *[True] * 7, False]
+    assert [layer.narrow for layer in table] == [False, *[True] * 9, False]
     assert layers["Net/conv_init"].signal_to_noise == np.inf
     assert all(25 < layer.signal_to_noise < 60 for layer in table[1:])
     assert len(str(table).splitlines()) == len(table) + 2
-    assert "int8: 7 of 9 layers have 8 bits" in str(table)
-    assert "quantised to int8: 7 of 9 layers have 8 bits" in str(frozen().report(X))
+    assert "int8: 9 of 11 layers have 8 bits" in str(table)
+    assert "quantised to int8: 9 of 11 layers have 8 bits" in str(frozen().report(X))
     assert frozen(None).quantization is None
 
 
 @pytest.mark.parametrize(
     "name, wide",
-    (("block0_conv1", 1), pytest.param("params/block1_shortcut/kernel", 1, marks=pytest.mark.slow), ("Net", 9)),
+    (("block0_conv1", 1), pytest.param("params/block1_shortcut/kernel", 1, marks=pytest.mark.slow), ("Net", 11)),
 )
 def test_layers_that_are_named_stay_wide(name, wide):
     table = frozen(wide=(name,)).quantization
@@ -553,6 +552,62 @@ def test_averages_read_and_make_8_bits():
     assert LEAST["int8"] < signal_to_noise(jaxconv.freeze(model.apply, variables)(X), q(X)) < 60
 
 
+@pytest.mark.parametrize("dtype", ("int8", "uint8"))
+@pytest.mark.parametrize(
+    ("shape", "axes"),
+    (
+        ((3, 7, 7, 16), (1, 2)),
+        ((2, 257, 8), (1,)),
+        ((2, 258, 8), (1,)),  # four sums of bytes do not fit 64 bits
+        ((2, 5, 6), (1,)),  # channels that are no fours
+        ((2, 8, 9), (0, 2)),
+        ((4, 4, 4), (0,)),
+    ),
+)
+def test_sums_of_8_bit_integers_are_exact(dtype, shape, axes):
+    info = np.iinfo(dtype)
+    drawn = np.random.default_rng(1).integers(info.min, info.max, shape, endpoint=True).astype(dtype)
+    for q in (drawn, np.full(shape, info.max, dtype), np.full(shape, info.min, dtype)):
+        sums = jax.jit(lambda q: scales.summed(q, axes))(q)
+        assert sums.dtype == jnp.int32
+        np.testing.assert_array_equal(sums, q.astype(np.int64).sum(axes))
+
+
+class Summed(nn.Module):
+    """A layer whose result is read by `read`, and by no other layer."""
+
+    read: Callable[[Any], Any]
+
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        x = nn.relu(nn.Conv(16, (3, 3), name="first")(x))
+        x = nn.relu(nn.Conv(32, (1, 1), name="middle")(x))
+        return nn.Dense(10, name="last")(self.read(x))
+
+
+@pytest.mark.parametrize(
+    "read, narrow",
+    (
+        (lambda x: x.mean((1, 2)), True),
+        (lambda x: x.astype(jnp.float32).sum((1, 2)), True),
+        (lambda x: nn.max_pool(x, (2, 2), (2, 2)).mean((1, 2)), True),
+        (lambda x: x[:, :4, :4].mean((1, 2)), True),
+        (lambda x: x[:, :3, :3].mean((1, 2)), False),  # of nine
+        (lambda x: x.mean((1, 2)) + x[:, 0, 0], False),  # read as it is too
+        (lambda x: (x * x).mean((1, 2)), False),  # not the sum of it
+        (lambda x: x.sum((1, 2)) + x.max((1, 2)), False),
+        (lambda x: x.reshape(x.shape[0], -1), False),  # no sum
+    ),
+)
+def test_what_sums_of_many_alone_read_has_8_bits(read, narrow):
+    model = Summed(read)
+    variables = randomised(jax.eval_shape(model.init, KEY, X))
+    q = jaxconv.freeze(model.apply, variables, quantize="int8", calibrate=[X])
+    types = {layer.name: layer.out_dtype for layer in q.quantization if layer.narrow}
+    assert types == {"Summed/middle": "uint8" if narrow else "float32"}
+    assert LEAST["int8"] < signal_to_noise(jaxconv.freeze(model.apply, variables)(X), q(X)) < 60
+
+
 class Inverted(nn.Module):
     """A MobileNetV2's blocks."""
 
@@ -576,7 +631,7 @@ def test_what_leaves_8_bits_in_a_mobilenet():
     assert types == {
         "first": ("float32", "float32"),
         **{"expand0": ("uint8", "float32"), "depth0": ("float32", "float32"), "project0": ("uint8", "int8")},
-        **{"expand1": ("int8", "float32"), "depth1": ("float32", "float32"), "project1": ("uint8", "float32")},
+        **{"expand1": ("int8", "float32"), "depth1": ("float32", "float32"), "project1": ("uint8", "int8")},
         "last": ("float32", "float32"),
     }
     jaxpr = jax.make_jaxpr(q)(X)
@@ -595,7 +650,7 @@ def test_other_shapes_have_the_same_scales():
     # With other scales numbers of 8 bits would be others. A GPU may add up the last layer's float32 products in another
     # order for more rows: an ulp of a sum, where a step of 8 bits is 2^-8 of its terms.
     np.testing.assert_allclose(few, more[:2], rtol=0, atol=2.0**-20 * np.abs(few).max())
-    assert len(q.weights) == 25  # the same ones
+    assert len(q.weights) == 27  # the same ones
     larger = np.concatenate([other, other], 1)
     assert q(larger)["stem"].shape == (2, 16, 8, 16)
 

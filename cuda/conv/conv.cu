@@ -150,7 +150,7 @@ Status ConvScaled(const Context& ctx, const ScaledConvProblem& p, const Plan& pl
   const std::string refusal = ScaledRefusal(p, plan, device);
   if (!refusal.empty()) return Status::Unimplemented(what + ": " + refusal);
   for (const void* array :
-       std::initializer_list<const void*>{a.x, a.w, a.scale, a.b, a.residual, a.y}) {
+       std::initializer_list<const void*>{a.x, a.w, a.scale, a.b, a.residual, a.x2, a.w2, a.y}) {
     if (reinterpret_cast<uintptr_t>(array) % 16 != 0)
       return Status::Invalid(what + ": arrays must be 16-byte aligned");
   }

@@ -207,11 +207,14 @@ template <typename Tile>
 __device__ __forceinline__ void ProduceEightTile(const Sm90Product& p, const Sm90EightEpilogue& e,
                                                  const Sm90Place& at, Sm90Ring<Tile>& ring) {
   const Sm90Phase& phase = p.phase[0];
-  int first[3] = {}, image = 0;
-  if (p.rank_a != 0) {
+  int first[3] = {}, shortcut[3] = {}, image = 0;
+  if (p.rank_a != 0 || e.shortcut_rank != 0) {
     const Digits4 pixel = PixelOf(phase, at.m);
     image = pixel.digit[0];
-    for (int i = 0; i < 3; ++i) first[i] = pixel.digit[3 - i] * phase.step[i] + phase.first[i];
+    for (int i = 0; i < 3; ++i) {
+      first[i] = pixel.digit[3 - i] * phase.step[i] + phase.first[i];
+      shortcut[i] = pixel.digit[3 - i] * p.phase[1].step[i];
+    }
   }
   const int sixteen = (at.instance * p.n + at.n) / 16;
   // 128 or 64 k of both operands. Behind the channels of a tap b has the next one's, which meet zeros of A.
@@ -224,6 +227,14 @@ __device__ __forceinline__ void ProduceEightTile(const Sm90Product& p, const Sm9
     }
     LoadTile(b, p.b, full, tap + k, 0, 0, 0, sixteen);
   };
+  const auto load_shortcut = [&](uint32_t a, uint32_t b, uint32_t full, int k) {
+    if (e.shortcut_rank != 0) {
+      LoadColumn(e.shortcut_rank, a, p.a[1], full, k, shortcut, image, {0, 0, 0});
+    } else {
+      LoadTile(a, p.a[1], full, k, 0, at.m);
+    }
+    LoadTile(b, p.z, full, k, 0, 0, 0, sixteen);
+  };
   int tap = 0;  // its first k in b
   if constexpr (Tile::kHalves) {
     int k = 0, s = 0, r = 0, t = 0;
@@ -232,9 +243,15 @@ __device__ __forceinline__ void ProduceEightTile(const Sm90Product& p, const Sm9
       const uint32_t full = ring.Claim(Tile::kStageBytes / 2 * halves);
 #pragma unroll 1
       for (int half = 0; half < halves; ++half) {
+        const uint32_t a = ring.A() + half * (Tile::kBytesA / 2),
+                       b = ring.B() + half * (Tile::kBytesB / 2);
+        if (t == e.taps[2]) {
+          load_shortcut(a, b, full, k);
+          k += 64;
+          continue;
+        }
         const int offset[3] = {s * phase.tap_step[0], r * phase.tap_step[1], t * phase.tap_step[2]};
-        load(ring.A() + half * (Tile::kBytesA / 2), ring.B() + half * (Tile::kBytesB / 2), full, k,
-             tap, offset);
+        load(a, b, full, k, tap, offset);
         k += 64;
         if (k < p.channels) continue;
         k = 0;
@@ -259,6 +276,10 @@ __device__ __forceinline__ void ProduceEightTile(const Sm90Product& p, const Sm9
           }
         }
       }
+    }
+    for (int k = 0; k < e.shortcut_channels; k += Tile::kTileK) {
+      load_shortcut(ring.A(), ring.B(), ring.Claim(), k);
+      ring.Advance();
     }
   }
 }
@@ -593,6 +614,23 @@ struct EightTiles {
   __device__ __forceinline__ bool More() const { return tile < end; }
   __device__ __forceinline__ void operator++() { tile += step; }
   __device__ __forceinline__ Sm90Place Locate() const {
+    Sm90Place at = Place();
+    at.steps += e.shortcut_steps;
+    return at;
+  }
+  // Stages of the tile, without its place.
+  __device__ __forceinline__ int Steps() const {
+    Sm90Place at;
+    LocateSteps(p, tile, at);
+    return at.steps + e.shortcut_steps;
+  }
+
+  const Sm90Product& p;
+  const Sm90EightEpilogue& e;
+  int tile, end, step;
+
+ private:
+  __device__ __forceinline__ Sm90Place Place() const {
     if (e.walk == EightWalk::kBands) return LocateTile<Tile>(p, tile);
     int number = tile;
     if (e.walk == EightWalk::kRuns) {  // down the columns
@@ -601,10 +639,6 @@ struct EightTiles {
     }
     return LocateInColumn<Tile>(p, number);
   }
-
-  const Sm90Product& p;
-  const Sm90EightEpilogue& e;
-  int tile, end, step;
 };
 
 // A warpgroup's sums on their way to d. Each step goes over all sums before the next begins (sm90_plain.cuh).
@@ -686,6 +720,10 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     if (threadIdx.x == 0) {
       PrefetchMap(p.a[0]);
       PrefetchMap(p.b);
+      if (e.shortcut_channels != 0) {
+        PrefetchMap(p.a[1]);
+        PrefetchMap(p.z);
+      }
       for (EightTiles<Tile> tiles(p, e); tiles.More(); ++tiles) {
         const Sm90Place at = tiles.Locate();
         ProduceEightTile(p, e, at, ring);
@@ -707,9 +745,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
       if (Tile::kPingPong) {
         turn ^= 1;
         if (turn == group) {
-          Sm90Place other;
-          LocateSteps(p, tiles.tile, other);
-          ring.Skip(other.steps + added);
+          ring.Skip(tiles.Steps() + added);
           continue;
         }
       }

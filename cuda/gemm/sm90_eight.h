@@ -45,6 +45,10 @@ struct Sm90EightEpilogue {
   // Of blocks of 64 k: the filter's taps, where the phase's one tap has k_blocks stages, and whether the last has one block.
   int taps[3];
   bool half;
+  // A shortcut: a second x beside x, whose filters have one tap. Its maps are p.a[1] and p.z, its stride p.phase[1].step.
+  uint8_t shortcut_rank;  // of its columns of pixels; 0: it is a matrix
+  int shortcut_channels;  // 0: there is none
+  int shortcut_steps;     // stages behind x's, where a stage is one block
 };
 
 // Whether a stage is two blocks of 64 k (sm90_eight.cuh): where that many channels fill them better, on tiles of few columns.
@@ -52,7 +56,7 @@ constexpr bool EightHalves(TileSize tile, Number w, int64_t channels) {
   return w != Number::kU8 && tile.rows == 256 && (channels - 1) % 128 < 64;
 }
 
-// Of `p` are read: a (rank_a), b, d[0] where d has 8 bits, c where the residual has (Sm90Added::kMatrix), the phase,
+// Of `p` are read: a[0] (rank_a), b, d[0] where d has 8 bits, c where the residual has (Sm90Added::kMatrix), the phase,
 // instances, n, channels, k_blocks. b is (k of all taps, 2, 4, 2, n / 16), a sixteen of n in the order of sm90_eight.cuh.
 #define JAXCONV_DECLARE_EIGHT(X, W)                                                            \
   Status LaunchSm90Eight##X##W(const Context& ctx, Sm90Product& p, const Sm90EightEpilogue& e, \

@@ -62,6 +62,8 @@ _OPTIONAL = {
     "position": "save",
     "dx": "want_dx",
     "dresidual": "want_dresidual",
+    "x2": "has_shortcut",
+    "w2": "has_shortcut",
 }
 
 
@@ -190,6 +192,7 @@ def kernel(
     flops: Callable[[Any], Any],
     unread: str = "",
     also: str = "",
+    version: int = 2,
     **split: Any,
 ) -> Kernel:
     """Makes the primitive `jaxconv_<name>` with everything but its differentiation rule.
@@ -200,7 +203,7 @@ def kernel(
     primitive = Primitive(f"jaxconv_{name}")
     operands, results = roles.split(" -> ")
     primitive.multiple_results = len(results.split()) > 1
-    op = Kernel(name, operands, results, family, reference, flops, unread, also, split, primitive)
+    op = Kernel(name, operands, results, family, reference, flops, unread, also, split, primitive, version)
     batch = family.batch or by_reference_mapped
     primitive.def_impl(functools.partial(xla.apply_primitive, primitive))
 

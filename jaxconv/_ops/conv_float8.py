@@ -53,6 +53,7 @@ kernel = primitives.kernel(
     conv_scaled.kernel.family,
     reference=_by_lax,
     flops=conv_scaled.kernel.flops,
+    version=conv_scaled.kernel.version,
 )
 
 

@@ -30,14 +30,16 @@ def _array(p: ScaledConvProblem, kind: str) -> primitives.Typed:
     arrays |= {"channel": ((p.out_channels,), "float32"), "number": ((), "float32")}
     arrays["bias"] = (p.out_channels,), p.bias_dtype
     arrays["residual"] = p.y_shape, p.residual_dtype or ""
+    if kind in ("x2", "w2"):
+        return (p.shortcut.x_shape, p.dtype) if kind == "x2" else (p.shortcut.w_shape, p.w_dtype)
     return arrays[kind]
 
 
 def _layout(p: ScaledConvProblem, plan: _plan.Plan, kind: str) -> primitives.Layout | None:
     """In memory images are channels last, and filters' input channels and taps lie together."""
-    if kind == "w":
+    if kind in ("w", "w2"):
         return (p.nd + 1, *range(p.nd), p.nd) if p.channels_last else (0, *range(2, p.nd + 2), 1)
-    if kind in ("x", "y", "residual") and not p.channels_last:
+    if kind in ("x", "x2", "y", "residual") and not p.channels_last:
         return (0, *range(2, p.nd + 2), 1)
     return None
 
@@ -64,6 +66,7 @@ def _attrs(p: ScaledConvProblem, plan: _plan.Plan) -> dict[str, Any]:
         "residual": np.int64(p.residual),
         "residual_scale": np.int64(p.residual_scaled),
         "out_scale": np.int64(p.out_scaled),
+        "shortcut_stride": np.array(p.shortcut_stride, np.int64),
     }
     return {"window": window, "epilogue": epilogue, "scaled": given}
 
@@ -77,12 +80,15 @@ def _of_integers(p: IntegerConvProblem, x: Array, w: Array) -> Array:
 def _by_parts(p: ScaledConvProblem, x: Array, w: Array, *rest: Array) -> list[Array]:
     """The sums by a plan of their own, and what follows them in a pass of XLA's."""
     numbers = all(map(is_number, (*p.x_shape, *p.w_shape)))
+
     # conv_integer's own plan may be a kernel of ours that leaves sums; XLA has a dense layer's.
     if p.of_integers and p.scaled and not p.product and numbers and p.implementation != "xla" and not p.empty:
         sums = _of_integers(p.integer, x, w)
-    else:
-        sums = reference.conv_scaled_sums(p, x, w)
-    return reference.conv_scaled_epilogue(p, sums, *rest)
+        if p.has_shortcut:
+            *rest, x2, w2 = rest
+            sums = sums + _of_integers(p.shortcut.integer, x2, w2)
+        return reference.conv_scaled_epilogue(p, sums, *rest)
+    return reference.conv_scaled(p, x, w, *rest)
 
 
 def _batch(
@@ -90,7 +96,7 @@ def _batch(
 ) -> primitives.Batched:
     """Mapped images and residuals fold into N. Mapped filters and scales: the sums fold theirs into K."""
     size, kinds = primitives.batch_size(args, dims), op.operand_kinds(p)
-    folds = ("x", "residual")
+    folds = ("x", "x2", "residual")
     if not all(dim is None or kind in folds for dim, kind in zip(dims, kinds, strict=True)):
         outs = jax.vmap(functools.partial(op.reference, p), in_axes=tuple(dims))(*args)
         return outs, [0]
@@ -106,7 +112,7 @@ def _partition(p: ScaledConvProblem, operands: Sequence[str], results: Sequence[
     g = p.groups > 1
     c = "c" if not g else "g" if p.in_channels == p.groups else "(g c)"
     k = "k" if not g else "g" if p.out_channels == p.groups else "(g k)"
-    pixels, out, taps = ([f"{letter}{i}" for i in range(p.nd)] for letter in "pqt")
+    pixels, out, taps, far, tap = ([f"{letter}{i}" for i in range(p.nd)] for letter in "pqtsu")
 
     def activations(channels: str, spatial: Sequence[str]) -> str:
         return " ".join(["n", *spatial, channels] if p.channels_last else ["n", channels, *spatial])
@@ -117,6 +123,8 @@ def _partition(p: ScaledConvProblem, operands: Sequence[str], results: Sequence[
         "w": " ".join([*taps, "c", k] if p.channels_last else [k, "c", *taps]),
         "y": y,
         "residual": y,
+        "x2": activations("d", far),
+        "w2": " ".join([*tap, "d", k] if p.channels_last else [k, "d", *tap]),
         "channel": k,
         "bias": k,
         "number": "",
@@ -144,12 +152,13 @@ def _partition(p: ScaledConvProblem, operands: Sequence[str], results: Sequence[
 def _flops(p: ScaledConvProblem) -> int:
     """The sums, and an operation of each of y's elements for everything that follows."""
     follows = p.scaled + p.bias + p.residual + p.residual_scaled + (p.activation.name != "none") + p.out_scaled
-    return p.flops + follows * math.prod(p.y_shape)
+    products = p.flops + (p.shortcut.flops if p.has_shortcut else 0)
+    return products + follows * math.prod(p.y_shape)
 
 
 kernel = primitives.kernel(
     "conv_scaled",
-    "x w scale? b? residual? residual_scale? out_scale? -> y",
+    "x w scale? b? residual? residual_scale? out_scale? x2? w2? -> y",
     primitives.Family(
         {"channel": "scale", "bias": "b", "number": "residual_scale out_scale"},
         _array,
@@ -160,6 +169,7 @@ kernel = primitives.kernel(
     ),
     reference=_by_parts,
     flops=_flops,
+    version=3,
 )
 
 
@@ -213,11 +223,12 @@ def _call(
     residual: Array | None,
     residual_scale: Array | None,
     out_scale: Array | None,
+    shortcut: Sequence[Array] = (),
 ) -> Array:
     if scale is not None and scale.shape == ():
         scale = jnp.broadcast_to(scale, (p.out_channels,))
     args = [x, w, *(a for a in (scale, b, residual, residual_scale, out_scale) if a is not None)]
-    return apply(p, *args)
+    return apply(p, *args, *shortcut)
 
 
 def run(
@@ -232,15 +243,27 @@ def run(
     residual_scale: Any,
     out_scale: Any,
     out_dtype: Any,
+    shortcut: tuple[Array, Array, tuple[int, ...]] | None = None,
     **options: Any,
 ) -> Array:
-    """What `conv1d`, `conv2d` and `conv3d` return."""
+    """What `conv1d`, `conv2d` and `conv3d` return.
+
+    `shortcut`: x2 of x's type, w2 of one tap and of w's type, and the stride of a convolution without padding whose
+    sums are added to those of x and w.
+    """
     scales = dict(scale=scale, residual_scale=residual_scale, out_scale=out_scale)
     (x, w, b), rest = _arrays(name, x, w, b, residual, **scales)
     p = ScaledConvProblem.of(name, nd, x, w, b, out_dtype=out_dtype, **rest, **options)
-    if p.of_integers and not p.scaled and not p.empty and all(map(is_number, (*p.x_shape, *p.w_shape))):
+    alone = shortcut is None and p.of_integers and not p.scaled
+    if alone and not p.empty and all(map(is_number, (*p.x_shape, *p.w_shape))):
         return _of_integers(replace(p.integer, implementation=p.implementation, algorithm=p.algorithm), x, w)
-    return _call(p, x, w, b, **rest)
+    if shortcut is None:
+        return _call(p, x, w, b, **rest)
+    x2, w2, stride = shortcut
+    channel = p.channel_axis
+    spatial = tuple(n for i, n in enumerate(x2.shape) if i not in (0, channel))
+    p = replace(p, shortcut_channels=x2.shape[channel], shortcut_spatial=spatial, shortcut_stride=stride)
+    return _call(p, x, w, b, **rest, shortcut=(x2, w2))
 
 
 def pixels(p: ScaledConvProblem, a: Array) -> Array:

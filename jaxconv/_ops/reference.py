@@ -158,9 +158,9 @@ def conv_by_products(
 
 def conv_scaled(p: ScaledConvProblem, x: jax.Array, w: jax.Array, *rest: jax.Array) -> list[jax.Array]:
     """A convolution of 8-bit numbers and what follows it; `rest` is (scale?, b?, residual?, residual_scale?,
-    out_scale?), as the problem has them::
+    out_scale?, x2?, w2?), as the problem has them::
 
-        acc = conv(x, w)                                # int32; float32 of float8
+        acc = conv(x, w) + shortcut(x2, w2)             # int32; float32 of float8
         v = float32(acc) * scale[k] + b[k]              # b of int32: float32(acc + b[k]) * scale[k]
         v = v + float32(residual) * residual_scale
         v = activation(v) * out_scale
@@ -170,7 +170,11 @@ def conv_scaled(p: ScaledConvProblem, x: jax.Array, w: jax.Array, *rest: jax.Arr
     activation or with relu, relu6 and leaky_relu, y is the same bits wherever it is computed. NaN becomes 0 in
     integers, and stays NaN in float8.
     """
-    return conv_scaled_epilogue(p, conv_scaled_sums(p, x, w), *rest)
+    sums = conv_scaled_sums(p, x, w)
+    if p.has_shortcut:
+        *rest, x2, w2 = rest
+        sums = sums + conv_scaled_sums(p.shortcut, x2, w2)
+    return conv_scaled_epilogue(p, sums, *rest)
 
 
 def conv_scaled_sums(p: ScaledConvProblem, x: jax.Array, w: jax.Array) -> jax.Array:

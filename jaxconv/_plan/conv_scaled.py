@@ -27,7 +27,7 @@ def tiles(p: ScaledConvProblem, device: Device) -> list[str]:
     has = [tile for tile in _TILES if p.of_integers or tile != "256x128"]
     group_c, group_k = p.in_channels // p.groups, p.out_channels // p.groups
     halves = (group_c - 1) % 128 < 64  # fewer zeros in the stages of tiles of 256 rows
-    short = group_c * math.prod(p.filter) <= 256 or halves
+    short = group_c * math.prod(p.filter) + p.shortcut_channels <= 256 or halves
     wanted = "256x64" if group_k <= 64 else "256x128" if short and p.of_integers else "128x128"
     m, n = extent_of(wanted)
     fills = -(-p.batch * math.prod(p.out_spatial) // m) * -(-group_k // n) * p.groups >= device.sm_count
@@ -43,7 +43,7 @@ def first(p: ScaledConvProblem, device: Device) -> str:
     """
     places = 128 if p.dtype in FLOAT8 else 256
     count = -(-p.batch * math.prod(p.out_spatial) // places) * -(-p.out_channels // 64)
-    few = p.groups == 1 and 32 < p.in_channels <= 64
+    few = p.groups == 1 and 32 < p.in_channels <= 64 and not p.has_shortcut
     return HALO if few and p.filter[-2:] == (3, 3) and count >= device.sm_count else EIGHT
 
 

@@ -100,10 +100,15 @@ def conv_workspace(op: str, plan: Plan, p: ConvProblem) -> int:
 
 def conv_scaled_refusal(plan: Plan, p: ScaledConvProblem, device: Device) -> str | None:
     """conv_refusal of a convolution of 8-bit numbers, channels last as its kernel reads them."""
-    conv = _conv(dataclasses.replace(ConvProblem(**p.fields()).bare(), name="", dtype="float32", channels_last=True))
+
+    def of(p: ScaledConvProblem) -> Any:
+        bare = ConvProblem(**p.fields()).bare()
+        return _conv(dataclasses.replace(bare, name="", dtype="float32", channels_last=True))
+
     types = p.dtype, p.w_dtype, p.out_dtype
     made = plan.kernel, plan.tile, plan.splits, plan.chunk, *capability(device), device.sm_count
-    return native.cpu.conv_scaled_refusal(conv, *types, *made) or None
+    shortcut = p.has_shortcut, of(p.shortcut if p.has_shortcut else p)
+    return native.cpu.conv_scaled_refusal(of(p), *shortcut, *types, *made) or None
 
 
 def conv_integer_refusal(plan: Plan, p: IntegerConvProblem) -> str | None:

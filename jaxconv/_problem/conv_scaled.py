@@ -34,10 +34,38 @@ class ScaledConvProblem(ConvProblem):
     residual_scaled: bool = False
     out_scaled: bool = False
     product: bool = False  # a dense layer, of images of one pixel: XLA has a product for it
+    # Of a second convolution, whose sums are added: one tap, one group, no padding. () is none.
+    shortcut_channels: int = 0
+    shortcut_spatial: tuple[int, ...] = ()
+    shortcut_stride: tuple[int, ...] = ()
 
     @property
     def residual(self) -> bool:
         return self.residual_dtype is not None
+
+    @property
+    def has_shortcut(self) -> bool:
+        return bool(self.shortcut_stride)
+
+    @property
+    def shortcut(self) -> ScaledConvProblem:
+        """The sums of x2 and w2."""
+        ones = (1,) * self.nd
+        return dataclasses.replace(
+            self.sums(),
+            in_channels=self.shortcut_channels,
+            in_spatial=self.shortcut_spatial,
+            filter=ones,
+            stride=self.shortcut_stride,
+            padding=((0, 0),) * self.nd,
+            dilation=ones,
+        )
+
+    def sums(self) -> ScaledConvProblem:
+        """The convolution of x and w alone, with nothing behind it."""
+        nothing: dict[str, Any] = dict(scaled=False, residual_dtype=None, residual_scaled=False, out_scaled=False)
+        nothing |= dict(shortcut_channels=0, shortcut_spatial=(), shortcut_stride=())
+        return dataclasses.replace(self.bare(), out_dtype=self.sums_dtype, **nothing)
 
     @property
     def of_integers(self) -> bool:
@@ -50,7 +78,7 @@ class ScaledConvProblem(ConvProblem):
     @property
     def beyond(self) -> str | None:
         """Which number native code cannot represent, or None."""
-        return self.integer.beyond
+        return self.integer.beyond or (self.shortcut.integer.beyond if self.has_shortcut else None)
 
     @property
     def integer(self) -> IntegerConvProblem:
@@ -90,6 +118,9 @@ class ScaledConvProblem(ConvProblem):
             text = text.replace(self.dtype, f"{self.dtype}*{self.w_dtype}", 1)
         parts = [text, *(["scale"] if self.scaled else [])]
         parts += [f"residual {self.residual_dtype}"] if self.residual_dtype else []
+        if self.has_shortcut:
+            extents = "x".join(map(str, self.shortcut_spatial))
+            parts.append(f"shortcut {extents} {self.shortcut_channels}->{self.out_channels}")
         return " + ".join(parts) + f" -> {self.out_dtype}"
 
     @classmethod

@@ -377,6 +377,8 @@ class Frozen(Generic[R]):
         if not sources:
             return "constant"
         scope = "" if v.node is None else str(v.node.name_stack)
+        if (of := scope.partition(quantize.FILTER_OF)[2]) in map(self._name, sources):
+            return of
         sizes = {i: (self._bound[i][1].size, "bias" in self._name(i)) for i in sources}
         if scope.endswith(quantize.FILTER_BIAS):  # by a filter's scales, too
             return self._name(min(sources, key=lambda i: (not sizes[i][1], sizes[i][0])))

@@ -23,11 +23,12 @@ from jaxconv.quantize.calibrate import (
     checked,
 )
 from jaxconv.quantize.layers import Reading, identity_of
-from jaxconv.quantize.program import FILTER_BIAS, FILTER_SCALE, Narrowing
+from jaxconv.quantize.program import FILTER_BIAS, FILTER_OF, FILTER_SCALE, Narrowing
 from jaxconv.quantize.report import Quantization, QuantizedLayer
 
 __all__ = [
     "FILTER_BIAS",
+    "FILTER_OF",
     "FILTER_SCALE",
     "Program",
     "Quantization",

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr
 
-from jaxconv._core.graph import Array, Constant, Node, Value
+from jaxconv._core.graph import Array, Constant, Value
 from jaxconv.quantize.layers import Layer, Reading, identity_of, never_negative
 from jaxconv.quantize.program import Evaluation, Narrowing
 from jaxconv.quantize.report import QuantizedLayer
@@ -154,11 +154,17 @@ def _merged(narrowing: Narrowing, bound: Sequence[Array], free: Sequence[Array])
     return dict(zip([*narrowing.reading.bound, *narrowing.reading.free], [*bound, *free], strict=True))
 
 
-def observed(narrowing: Narrowing, bound: Sequence[Array], free: Sequence[Array]) -> tuple[list[Any], list[Array]]:
-    """Of each point the statistics, and of each 8-bit layer whether its filter and bias are finite."""
+def _evaluated(narrowing: Narrowing, bound: Sequence[Array], free: Sequence[Array]) -> dict[Value, Any]:
+    """The values of the program that was read."""
     values = _merged(narrowing, bound, free)
     for node in narrowing.reading.graph.nodes:
         values.update(zip(node.outputs, node.evaluate([_read(values, v) for v in node.inputs]), strict=True))
+    return values
+
+
+def observed(narrowing: Narrowing, bound: Sequence[Array], free: Sequence[Array]) -> tuple[list[Any], list[Array]]:
+    """Of each point the statistics, and of each 8-bit layer whether its filter and bias are finite."""
+    values = _evaluated(narrowing, bound, free)
     points = [statistics(jnp.asarray(_read(values, v))) for v in narrowing.points]
     finite = []
     for layer in narrowing.layers.values():
@@ -173,22 +179,19 @@ def _read(values: dict[Value, Any], v: Value) -> Any:
 
 def noise(narrowing: Narrowing, scales: Sequence[Scale], bound: Sequence[Array], free: Sequence[Array]) -> list[Array]:
     """Of each layer the sums of squares of its results, and of what they are off by where 8-bit layers are before."""
-    wide, sums = _merged(narrowing, bound, free), []
+    wide = _evaluated(narrowing, bound, free)
     evaluation = Evaluation(narrowing, scales, _merged(narrowing, bound, free))
+    evaluation.run()
+
+    def of(v: Value) -> Array:
+        if not jnp.issubdtype(v.dtype, jnp.floating):
+            return jnp.zeros(2)
+        y = jnp.asarray(wide[v], jnp.float32)
+        off = jnp.asarray(evaluation.wide(v), jnp.float32) - y
+        return jnp.stack([jnp.sum(y * y), jnp.sum(off * off)])
+
     layers = {layer.node for layer in narrowing.reading.layers}
-
-    def seen(node: Node) -> None:
-        wide.update(zip(node.outputs, node.evaluate([_read(wide, v) for v in node.inputs]), strict=True))
-        if node in layers:
-            if not jnp.issubdtype(node.outputs[0].dtype, jnp.floating):
-                sums.append(jnp.zeros(2))
-                return
-            y = jnp.asarray(wide[node.outputs[0]], jnp.float32)
-            off = jnp.asarray(evaluation.wide(node.outputs[0]), jnp.float32) - y
-            sums.append(jnp.stack([jnp.sum(y * y), jnp.sum(off * off)]))
-
-    evaluation.run(seen)
-    return sums
+    return [of(node.outputs[0]) for node in narrowing.reading.graph.nodes if node in layers]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -235,7 +238,7 @@ def calibrated(
     ]
     narrowing, _, arrays = narrowing_of(batches[0])
     sums = jax.device_get(jax.jit(lambda *given: noise(narrowing, scales, *given))(bound, arrays))
-    return _records(narrowing, scales, sums), scales
+    return _records(dtype, narrowing, scales, sums), scales
 
 
 def _taken(program_of: Callable[[Any], tuple[Program, list[Array]]], batch: Any) -> tuple[Program, list[Array]]:
@@ -270,9 +273,12 @@ def _why(index: int | None) -> str:
     return "its input and its result have 8 bits"
 
 
-def _records(narrowing: Narrowing, scales: Sequence[Scale], sums: Sequence[np.ndarray]) -> list[QuantizedLayer]:
+def _records(
+    dtype: str, narrowing: Narrowing, scales: Sequence[Scale], sums: Sequence[np.ndarray]
+) -> list[QuantizedLayer]:
     by_node = iter(sums)
     records, seen = [], {}
+    added = {pair.other.node: pair.last.name for pair in narrowing.pairs(scales)}
     for layer in narrowing.reading.layers:
         if layer.node not in seen:
             seen[layer.node] = next(by_node)
@@ -282,9 +288,8 @@ def _records(narrowing: Narrowing, scales: Sequence[Scale], sums: Sequence[np.nd
         x = scales[narrowing.index[narrowing.source(layer.x)]].dtype if narrow else layer.x.dtype.name
         index = narrowing.index.get(layer.y) if narrow else None
         y = layer.y.dtype.name if index is None else scales[index].dtype
-        records.append(
-            QuantizedLayer(
-                layer.name, layer.what, layer.weight, layer.filter, narrow, x, y, ratio, layer.why or _why(index)
-            )
-        )
+        why = layer.why or _why(index)
+        if layer.node in added:
+            y, why = "int32" if dtype == "int8" else "float32", f"its sums are added in {added[layer.node]}"
+        records.append(QuantizedLayer(layer.name, layer.what, layer.weight, layer.filter, narrow, x, y, ratio, why))
     return records

@@ -9,7 +9,9 @@ reads it: XLA fuses these conversions into the operation, so that memory holds 8
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import functools
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,18 +21,21 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr
 
 from jaxconv._core.graph import Array, Constant, Node, Value, of_type
-from jaxconv._ops import reference
-from jaxconv._ops.conv import conv1d, conv2d, conv3d
+from jaxconv._ops import conv_scaled, reference
 from jaxconv._ops.dense import dense
-from jaxconv._problem import CHANNELS_FIRST, CHANNELS_LAST
+from jaxconv._problem import CHANNELS_FIRST, CHANNELS_LAST, EIGHT_BIT_INTEGERS, ConvProblem, is_number
 from jaxconv._problem.pool import PoolProblem
 from jaxconv.quantize.layers import Layer, Reading
-from jaxconv.quantize.scales import Scale, filter_scales
+from jaxconv.quantize.scales import Scale, filter_of, filter_scales, summed
 
-# The name scopes of a layer's scales and biases, one a channel.
-FILTER_SCALE, FILTER_BIAS = "filter_scale", "filter_bias"
+_AUTOMATIC: dict[str, Any] = dict(precision=None, return_preactivation=False, algorithm=None, implementation=None)
+# The name scopes of a layer's scales and biases, one a channel; and of a filter that others' scales are a part of, in
+# front of its array's name.
+FILTER_SCALE, FILTER_BIAS, FILTER_OF = "filter_scale", "filter_bias", "filter_of="
 # A bias of integers is at most twice this, which leaves half of int32's numbers to the sums.
 LARGEST_BIAS = 2.0**29
+# A sum of so many terms may read 8 bits.
+SUMMED = 16
 # Activations with f(a v) = a f(v) for a > 0: the factor to 8 bits is part of those in front.
 _HOMOGENEOUS = ("none", "relu", "leaky_relu")
 # Operations whose results are elements of their first operand, chosen by their order or place.
@@ -62,6 +67,66 @@ def _is_moving(node: Node) -> bool:
     return node.name in MOVING and jnp.issubdtype(node.inputs[0].dtype, jnp.floating)
 
 
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    """Two convolutions whose results are added, as one call of `conv_scaled` with a shortcut."""
+
+    last: Layer  # whose result the sum is: its residual was the other one's result
+    other: Layer
+    main: Layer  # whichever of them
+    shortcut: Layer
+
+    @classmethod
+    def of(cls, last: Layer, layers: Mapping[Node, Layer]) -> Pair | None:
+        v, reader = last.residual, last.node
+        while v is not None and v.made_by == "reshard" and v.users == [reader]:
+            v, reader = v.node.inputs[0], v.node
+        other = layers.get(v.node) if v is not None and v.users == [reader] else None
+        if other is None or other.what != "conv" or other.residual is not None:
+            return None
+        if other.problem.activation.name != "none" or last.problem.channels_last != other.problem.channels_last:
+            return None
+        for main, shortcut in ((last, other), (other, last)):
+            if _takes_shortcut(main.problem) and _is_shortcut(shortcut.problem):
+                return cls(last, other, main, shortcut)
+        return None
+
+
+def _is_shortcut(p: ConvProblem) -> bool:
+    one_tap = math.prod(p.filter) == 1 and set(p.padding) == {(0, 0)}
+    return one_tap and p.groups == 1 and all(map(is_number, p.in_spatial))
+
+
+def _takes_shortcut(p: ConvProblem) -> bool:
+    """3x3 filters of at most 64 channels have a kernel that takes none (sm90/eight_halo)."""
+    return p.groups == 1 and (math.prod(p.filter) == 1 or p.in_channels > 64)
+
+
+def is_averaged(v: Value) -> bool:
+    """Whether v is read for sums of many elements alone, as a mean over pixels is made of: a sum's relative error is
+    below that of its terms, and XLA fuses it with the conversion of what it reads."""
+    front, seen, sums = [v], {v}, 0
+    while front:
+        for node in front.pop().users:
+            if node is None:
+                return False
+            if node.name == "reduce_sum":
+                sums += 1
+                if not _is_of_many(node):
+                    return False
+            elif _is_moving(node):
+                front += [out for out in node.outputs if out not in seen]
+                seen.update(node.outputs)
+            else:
+                return False
+    return sums > 0
+
+
+def _is_of_many(node: Node) -> bool:
+    x, y = (v.shape for v in (node.inputs[0], node.outputs[0]))
+    return all(map(is_number, x)) and math.prod(x) >= SUMMED * math.prod(y)
+
+
 class Narrowing:
     """Which values of a program are points, where some of its layers have 8 bits."""
 
@@ -71,6 +136,8 @@ class Narrowing:
         self.points: list[Value] = []  # in the order in which they are read or made
         self.layer_at: list[Layer] = []  # that reads or makes each of them first
         self.index: dict[Value, int] = {}
+        pairs = (Pair.of(layer, self.layers) for layer in self.layers.values())
+        self._pairs = [pair for pair in pairs if pair is not None]
         for node in reading.graph.nodes:
             layer = self.layers.get(node)
             if layer is None:
@@ -78,7 +145,7 @@ class Narrowing:
             for v in (layer.x, layer.residual):
                 if v is not None:
                     self._add(self.source(v), layer)
-            if self.is_wanted(layer.y):
+            if self.is_wanted(layer.y) or is_averaged(layer.y):
                 self._add(layer.y, layer)
 
     def _add(self, v: Value, layer: Layer) -> None:
@@ -86,6 +153,14 @@ class Narrowing:
             self.index[v] = len(self.points)
             self.points.append(v)
             self.layer_at.append(layer)
+
+    def pairs(self, scales: Sequence[Scale]) -> list[Pair]:
+        """The pairs that read one type, as the operands of a kernel do."""
+
+        def dtype(layer: Layer) -> str:
+            return scales[self.index[self.source(layer.x)]].dtype
+
+        return [pair for pair in self._pairs if dtype(pair.main) == dtype(pair.shortcut)]
 
     def source(self, v: Value) -> Value:
         """The point that v has the elements of: an 8-bit layer's result, or v itself."""
@@ -131,16 +206,25 @@ class Evaluation:
     def __init__(self, narrowing: Narrowing, scales: Sequence[Scale], known: dict[Value, Any]):
         self._narrowing, self._scales, self._wide = narrowing, scales, known
         self._narrow: dict[Value, tuple[Array, Scale]] = {}
+        pairs = narrowing.pairs(scales)
+        self._pairs = {pair.last.node: pair for pair in pairs}
+        self._added = {pair.other.node: pair for pair in pairs}
         self._widened: dict[Value, Array] = {}
 
-    def run(self, seen: Callable[[Node], None] = lambda node: None) -> None:
+    def run(self) -> None:
         for node in self._narrowing.reading.graph.nodes:
             layer = self._narrowing.layers.get(node)
-            if layer is not None:  # under the layer's name, which profiles show
+            if node in self._added:
+                pass  # a part of its pair's call
+            elif layer is not None:  # under the layer's name, which profiles show
                 dataclasses.replace(node, call=lambda layer=layer: self._run_layer(layer)).evaluate([])
             elif node.inputs and node.inputs[0] in self._narrow and self._moves(node):
                 q, scale = self._narrow[node.inputs[0]]
                 self._narrow[node.outputs[0]] = _moved(node, q), scale
+            elif self._sums_integers(node):
+                q, scale = self._narrow[node.inputs[0]]
+                sums = summed(q, node.params["axes"]).astype(jnp.float32)
+                self._wide[node.outputs[0]] = (sums * np.float32(scale.step)).astype(node.outputs[0].dtype)
             else:
                 values = [self.wide(v) for v in node.inputs]
                 if node.name == _NORM and self._is_among_narrow(node):
@@ -148,11 +232,18 @@ class Evaluation:
                 else:
                     outs = node.evaluate(values)
                 self._wide.update(zip(node.outputs, outs, strict=True))
-            seen(node)
 
     def _moves(self, node: Node) -> bool:
         """Whether the node's operand is known in 8 bits alone."""
         return node.inputs[0] not in self._wide and _is_moving(node)
+
+    def _sums_integers(self, node: Node) -> bool:
+        """Whether the node sums up integers of 8 bits, which int32 does exactly."""
+        v = node.inputs[0] if node.inputs else None
+        if node.name != "reduce_sum" or v in self._wide or v not in self._narrow:
+            return False
+        terms = math.prod(v.shape[i] for i in node.params["axes"]) if all(map(is_number, v.shape)) else 2**31
+        return self._narrow[v][1].dtype in EIGHT_BIT_INTEGERS and terms < 2**23
 
     def _is_among_narrow(self, node: Node) -> bool:
         """Whether the node reads or makes what has 8 bits in memory, if XLA fuses it with the conversions around."""
@@ -162,6 +253,9 @@ class Evaluation:
         if isinstance(v, Constant) and v not in self._wide:
             return v.value
         if v in self._wide:
+            return self._wide[v]
+        if v.node in self._added:
+            self._wide[v] = self._run_added(self._added[v.node])
             return self._wide[v]
         if v not in self._widened:
             q, scale = self._narrow[v]
@@ -179,25 +273,20 @@ class Evaluation:
         return self._narrow[v]
 
     def _run_layer(self, layer: Layer) -> list[Array]:
-        p = layer.problem
-        x, x_scale = self.narrow(layer.x)
-        w, axis = self.filter_of(layer)
-        residual, residual_scale = (None, None) if layer.residual is None else self.narrow(layer.residual)
+        p, pair = layer.problem, self._pairs.get(layer.node)
+        xs, filters, of_sums, bias = self._operands([layer] if pair is None else [pair.main, pair.shortcut])
+        residual, residual_scale = None, None
+        if layer.residual is not None and pair is None:
+            residual, residual_scale = self.narrow(layer.residual)
         index = self._narrowing.index.get(layer.y)
         out = None if index is None else self._scales[index]
         inside = out is not None and p.activation.name in _HOMOGENEOUS
         factor = out.inverse if out is not None and inside else np.float32(1)
-        bias = None if layer.bias is None else jnp.asarray(self.wide(_before_rounding(layer.bias)), jnp.float32)
-        x_step, dtype = np.float32(x_scale.step), filter_dtype(x_scale.dtype)
-        of_integers = bias is not None and dtype == "int8"
-        least = jnp.abs(bias.reshape(-1)) / (x_step * np.float32(LARGEST_BIAS)) if of_integers else None
-        filters, steps = filter_scales(w, axis, dtype, least)
         with jax.named_scope(FILTER_SCALE):
-            of_sums = steps * x_step
             scale = of_sums * factor if inside else of_sums
-        if bias is not None:
+        if bias is not None and bias.dtype != jnp.int32:
             with jax.named_scope(FILTER_BIAS):
-                bias = jnp.rint(bias / of_sums).astype(jnp.int32) if of_integers else bias * factor
+                bias = bias * factor
         numbers: dict[str, Any] = dict(
             scale=scale,
             residual=residual,
@@ -207,25 +296,65 @@ class Evaluation:
             activation=p.activation,
         )
         if layer.what == "dense":
-            y = dense(x.reshape(p.batch, p.in_channels), filters, bias, **numbers)
+            y = dense(xs[0].reshape(p.batch, p.in_channels), filters[0], bias, **numbers)
+        elif pair is None:
+            y = _convolution(p, xs[0], filters[0], bias, **numbers)
         else:
-            y = {1: conv1d, 2: conv2d, 3: conv3d}[p.nd](
-                x,
-                filters,
-                bias,
-                stride=p.stride,
-                padding=p.padding,
-                dilation=p.dilation,
-                groups=p.groups,
-                layout=(CHANNELS_LAST if p.channels_last else CHANNELS_FIRST)[p.nd],
-                **numbers,
-            )
+            shortcut = xs[1], filters[1], pair.shortcut.problem.stride
+            y = _convolution(pair.main.problem, xs[0], filters[0], bias, shortcut=shortcut, **numbers)
         y = y.reshape(layer.y.shape)
         if out is None:
             self._wide[layer.y] = y
         else:
             self._narrow[layer.y] = y, out
         return [y]
+
+    def _operands(self, parts: Sequence[Layer]) -> tuple[list[Array], list[Array], Array, Array | None]:
+        """Of layers whose sums are added: what each reads, its filter, what the sums are multiplied by, one a channel,
+        and the bias of all: of integers' sums in their unit.
+
+        Sums that are added have one unit. It is the largest of those that each would have by itself, so that the
+        errors of the others' filters are as large at most as the largest.
+        """
+        xs, x_scales = zip(*(self.narrow(layer.x) for layer in parts), strict=True)
+        steps = [np.float32(scale.step) for scale in x_scales]
+        dtype = filter_dtype(x_scales[0].dtype)
+        biases = [
+            jnp.asarray(self.wide(_before_rounding(layer.bias)), jnp.float32).reshape(-1)
+            for layer in parts
+            if layer.bias is not None
+        ]
+        bias = functools.reduce(jnp.add, biases) if biases else None
+        of_integers = bias is not None and dtype == "int8"
+        least = jnp.abs(bias) / np.float32(LARGEST_BIAS) if of_integers else None
+        filters, units = [], []
+        for layer, step in zip(parts, steps, strict=True):
+            w, axis = self.filter_of(layer)
+            narrow, own = filter_scales(w, axis, dtype, None if least is None else least / step)
+            filters.append(narrow)
+            with jax.named_scope(FILTER_SCALE):
+                units.append(own * step)
+        with jax.named_scope(FILTER_SCALE):
+            unit = functools.reduce(jnp.maximum, units)
+        if len(parts) > 1:
+            filters = []
+            for layer, step in zip(parts, steps, strict=True):
+                w, axis = self.filter_of(layer)
+                with jax.named_scope(f"{FILTER_OF}{layer.weight}"):
+                    filters.append(filter_of(w, axis, dtype, unit / step))
+        if of_integers:
+            with jax.named_scope(FILTER_BIAS):
+                bias = jnp.rint(bias / unit).astype(jnp.int32)
+        return list(xs), filters, unit, bias
+
+    def _run_added(self, pair: Pair) -> Array:
+        """The result of the pair's other layer, which the program does not have by itself."""
+        parts, other = [pair.main, pair.shortcut], pair.other
+        xs, filters, unit, _ = self._operands(parts)
+        i = parts.index(other)
+        bias = None if other.bias is None else jnp.asarray(self.wide(other.bias), jnp.float32).reshape(-1)
+        y = _convolution(other.problem, xs[i], filters[i], bias, scale=unit, out_dtype="float32")
+        return y.astype(other.y.dtype)
 
     def filter_of(self, layer: Layer) -> tuple[Array, int]:
         """The filter before it was rounded to 16 bits, in the order of `layer.problem`, and its channels' axis."""
@@ -234,6 +363,26 @@ class Evaluation:
             assert layer.product is not None
             return w.T if layer.product.trans_w else w.reshape(layer.product.k, layer.product.n), 1
         return w, w.ndim - 1 if layer.problem.channels_last else 0
+
+
+def _convolution(p: ConvProblem, x: Array, w: Array, b: Array | None, **numbers: Any) -> Array:
+    given: dict[str, Any] = dict(
+        residual=None, residual_scale=None, out_scale=None, activation=None, shortcut=None, **_AUTOMATIC
+    )
+    given |= numbers
+    return conv_scaled.run(
+        f"conv{p.nd}d",
+        p.nd,
+        x,
+        w,
+        b,
+        stride=p.stride,
+        padding=p.padding,
+        dilation=p.dilation,
+        groups=p.groups,
+        layout=(CHANNELS_LAST if p.channels_last else CHANNELS_FIRST)[p.nd],
+        **given,
+    )
 
 
 def filter_dtype(x: str) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -17,6 +18,7 @@ import ml_dtypes
 import numpy as np
 from jax import lax
 
+from jaxconv._core import sharding
 from jaxconv._core.graph import Array
 from jaxconv._ops import reference
 
@@ -136,6 +138,25 @@ def _integral(u: np.ndarray, largest: float) -> np.ndarray:
     return k / 12 + (u - k) ** 3 / 3
 
 
+def summed(q: Array, axes: Sequence[int]) -> Array:
+    """The sums of int8 or uint8 over `axes`, int32.
+
+    XLA's sums over pixels take a time for each element, whatever its size. So four channels are summed as one int32, in
+    two halves of 16 bits each: 256 x 7 x 7 x 2048 elements take 18 us instead of 40 (H200).
+    """
+    count = math.prod(q.shape[i] for i in axes)
+    split = sharding.explicit_mesh([jax.typeof(q)]) is not None  # channels may be
+    if count > 65535 // 255 or q.ndim - 1 in axes or q.shape[-1] % 4 or split:
+        return jnp.sum(q, axes, jnp.int32)
+    shift = 128 if q.dtype == jnp.int8 else 0
+    bytes_ = lax.bitcast_convert_type(q, jnp.uint8) ^ jnp.uint8(shift)  # none is negative
+    fours = lax.bitcast_convert_type(bytes_.reshape(*q.shape[:-1], q.shape[-1] // 4, 4), jnp.uint32)
+    even, odd = (jnp.sum((fours >> i) & jnp.uint32(0x00FF00FF), axes, jnp.uint32) for i in (0, 8))
+    of_each = [(half >> i) & jnp.uint32(0xFFFF) for i in (0, 16) for half in (even, odd)]
+    sums = jnp.stack(of_each, -1)
+    return sums.reshape(*sums.shape[:-2], -1).astype(jnp.int32) - shift * count
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Filters
 
@@ -152,15 +173,22 @@ def filter_scales(w: Array, axis: int, dtype: str, least: Array | None = None) -
     if least is not None:
         full = jnp.maximum(full, jnp.expand_dims(least, others))
 
-    def narrow(steps: Array) -> Array:
-        scaled = jnp.clip(w / steps, -LARGEST[dtype], LARGEST[dtype])
-        return (lax.round(scaled, lax.RoundingMethod.TO_NEAREST_EVEN) if dtype == "int8" else scaled).astype(dtype)
-
     def step(carry: tuple[Array, Array, Array], _: None) -> tuple[tuple[Array, Array, Array], None]:
         steps, best, least = carry
-        error = jnp.sum((narrow(steps).astype(jnp.float32) * steps - w) ** 2, others, keepdims=True)
+        error = jnp.sum((_narrow_filter(w, steps, dtype).astype(jnp.float32) * steps - w) ** 2, others, keepdims=True)
         better = error < least
         return (steps - full / CLIPPED, jnp.where(better, steps, best), jnp.where(better, error, least)), None
 
     (_, steps, _), _ = lax.scan(step, (full, full, full * 0 + jnp.inf), None, length=CLIPPED // 2)
-    return narrow(steps), steps.reshape(-1)
+    return _narrow_filter(w, steps, dtype), steps.reshape(-1)
+
+
+def filter_of(w: Array, axis: int, dtype: str, steps: Array) -> Array:
+    """w in 8 bits, of a scale for each channel along `axis`."""
+    w = w.astype(jnp.float32)
+    return _narrow_filter(w, jnp.expand_dims(steps, tuple(i for i in range(w.ndim) if i != axis)), dtype)
+
+
+def _narrow_filter(w: Array, steps: Array, dtype: str) -> Array:
+    scaled = jnp.clip(w / steps, -LARGEST[dtype], LARGEST[dtype])
+    return (lax.round(scaled, lax.RoundingMethod.TO_NEAREST_EVEN) if dtype == "int8" else scaled).astype(dtype)

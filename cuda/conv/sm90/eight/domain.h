@@ -80,6 +80,16 @@ inline std::string RefuseEight(const ScaledConvProblem& s, const Plan& plan, con
     return "in 8 bits with groups it needs multiples of 128 input channels a group, got " +
            std::to_string(c) + " and " + std::to_string(k);
   }
+  if (s.has_shortcut) {
+    if (p.groups > 1) return "a shortcut has one group";
+    const ConvProblem& q = s.shortcut;
+    if (std::string why = RefuseEightArrays(q, plan, device); !why.empty())
+      return "its shortcut: " + why;
+    if (!Plain(q)) {
+      const std::string why = RefuseImages(Rank(q), q.in, InputWalk(q));
+      if (!why.empty()) return "its shortcut: " + why;
+    }
+  }
   if (!Plain(p)) {
     const int64_t taps[3] = {p.filter[2], p.filter[1], p.filter[0]};
     const int64_t step[3] = {p.dilation[2], p.dilation[1], p.dilation[0]};
@@ -94,7 +104,8 @@ inline std::string RefuseEight(const ScaledConvProblem& s, const Plan& plan, con
   if (!has) return "it has no tile \"" + std::string(plan.tile) + "\" of these types";
   const double tiles = (double(p.n) * double(p.out_size()) / tile.rows + 1) *
                        double(CeilDivide(k, tile.columns)) * double(p.groups);
-  return RefuseSm90Tiles(tiles, CeilDivide(c, 128));
+  const int64_t more = s.has_shortcut ? CeilDivide(s.shortcut.c, 128) : 0;
+  return RefuseSm90Tiles(tiles, CeilDivide(c, 128) + more);
 }
 
 inline std::string RefuseEightHalo(const ScaledConvProblem& s, const Plan& plan,
@@ -102,6 +113,7 @@ inline std::string RefuseEightHalo(const ScaledConvProblem& s, const Plan& plan,
   const ConvProblem& p = s.conv;
   if (std::string why = RefuseEightArrays(p, plan, device); !why.empty()) return why;
   if (!plan.tile.empty()) return "it has no tile \"" + std::string(plan.tile) + "\" of these types";
+  if (s.has_shortcut) return "it takes no shortcut";
   if (p.filter[0] != 1 || p.filter[1] != 3 || p.filter[2] != 3) return "it needs a 3x3 filter";
   if (p.stride[0] * p.stride[1] * p.stride[2] != 1) return "it needs stride 1";
   if (p.groups != 1 || p.c == 0 || p.c > 128) {

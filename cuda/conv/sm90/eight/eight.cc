@@ -71,8 +71,27 @@ Status Sm90EightFprop(const Context& ctx, const ScaledConvProblem& s, const Plan
   Sm90EightEpilogue e = EightEpilogue(s, a);
   const bool halves = EightHalves(tile, s.w_type, g.channels);
   const int depth_of_box = halves ? 64 : 128;
+  const ConvProblem& q = s.shortcut;
+  if (s.has_shortcut) {
+    e.shortcut_channels = int(q.c);
+    e.shortcut_steps = halves ? 0 : int(CeilDiv(q.c, 128));
+    const TmaWalk over = InputWalk(q);
+    for (int i = 0; i < 3; ++i) g.phase[1].step[i] = over.step[i];
+    if (Plain(q)) {
+      JAXCONV_RETURN_IF_ERROR(EncodeBytes(MatrixTensor(a.x2, q.c, 1, pixels),
+                                          {depth_of_box, 1, tile.rows}, what + " x2", &g.a[1]));
+    } else {
+      e.shortcut_rank = uint8_t(Rank(q));
+      JAXCONV_RETURN_IF_ERROR(EncodeBytesIm2col(ImageTensor(a.x2, Rank(q), q.c, q.in, q.n), over,
+                                                tile.rows, what + " x2", &g.a[1], depth_of_box));
+    }
+    JAXCONV_RETURN_IF_ERROR(EncodeBytes(SixteensOfFilters(a.w2, q.c, q.k),
+                                        {depth_of_box, 2, 4, 2, tile.columns / 16}, what + " w2",
+                                        &g.z));
+  }
   if (halves) {  // a tap to count, of all stages
-    const int64_t blocks = p.filter_size() * CeilDiv(g.channels, 64);
+    const int64_t blocks =
+        p.filter_size() * CeilDiv(g.channels, 64) + (s.has_shortcut ? CeilDiv(q.c, 64) : 0);
     g.k_blocks = int(CeilDiv(blocks, 2));
     e.half = blocks % 2 != 0;
     for (int i = 0; i < 3; ++i) {

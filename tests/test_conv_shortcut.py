@@ -1,0 +1,219 @@
+"""Shortcuts of convolutions of 8-bit numbers: sums of a second convolution of one tap, by every tile of the kernel."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import H200, calls, poison
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from test_conv_scaled import Case, Numbers, equal, expected, kernels, of_sums, scales, sums, values
+
+from jaxconv import _plan
+from jaxconv._ops import conv_scaled
+from jaxconv._plan import conv_scaled as tiles_of
+from jaxconv._problem import EIGHT_BIT_INTEGERS, FLOAT8, ScaledConvProblem
+
+
+@dataclasses.dataclass(frozen=True)
+class Two:
+    """A convolution, and its shortcut from x2."""
+
+    case: Case
+    x2: tuple[int, ...]
+    stride: int = 1
+
+    @property
+    def shortcut(self) -> Case:
+        nd = len(self.x2) - 2
+        return Case(self.x2, (*(1,) * nd, self.x2[-1], self.case.w[-1]), stride=self.stride, padding="VALID")
+
+
+# Channels that fill stages of 64 and of 128 or do not, of either; strides that leave a rest of x2 or none; every rank.
+CASES = {
+    "halves_of_a_stage": Two(Case((2, 9, 11, 64), (1, 1, 64, 48)), (2, 9, 11, 64)),
+    "an_odd_number_of_halves": Two(Case((2, 9, 11, 64), (1, 1, 64, 80)), (2, 9, 11, 128)),
+    "few_channels": Two(Case((2, 8, 7, 16), (1, 1, 16, 32)), (2, 15, 14, 80), 2),
+    "stages": Two(Case((2, 7, 9, 128), (1, 1, 128, 272)), (2, 13, 18, 256), 2),
+    "stages_in_part": Two(Case((1, 5, 7, 528), (1, 1, 528, 144)), (1, 5, 7, 272)),
+    "three_by_three": Two(Case((3, 13, 12, 80), (3, 3, 80, 80)), (3, 25, 24, 48), 2),
+    "three_by_three_of_halves": Two(Case((3, 13, 12, 48), (3, 3, 48, 80)), (3, 13, 12, 96)),
+    "a_strided_filter": Two(Case((2, 15, 13, 32), (3, 3, 32, 32), stride=2), (2, 15, 13, 32), 2),
+    "other_strides": Two(Case((2, 6, 5, 32), (1, 1, 32, 32)), (2, 17, 13, 32), 3),
+    "many_small_images": Two(Case((150, 2, 2, 16), (1, 1, 16, 16)), (150, 4, 3, 32), 2),
+    "one_dimension": Two(Case((3, 41, 48), (5, 48, 96), padding="CAUSAL"), (3, 82, 64), 2),
+    "three_dimensions": Two(Case((2, 5, 6, 7, 16), (1, 1, 1, 16, 48)), (2, 9, 11, 13, 32), 2),
+    "several_waves": Two(Case((24, 40, 40, 16), (1, 1, 16, 144)), (24, 40, 40, 48)),
+}
+OPTIONS: dict[str, Any] = dict(precision=None, return_preactivation=False, implementation=None)
+
+
+def run(two: Two, kernel: str | None, operands: Sequence[Any], *, layout: Any = None, **how: Any) -> Numbers:
+    """`operands`: x, w, x2, w2; `how` as expected's."""
+    nd = len(two.case.x) - 2
+    arrays = {name: how.pop(name, None) for name in ("scale", "b", "residual", "residual_scale", "out_scale")}
+    layout = layout or ("NWC", "NHWC", "NDHWC")[nd - 1]
+    rest = OPTIONS | two.case.options | dict(layout=layout, algorithm=kernel, activation=None) | how
+
+    def f(operands: Any, arrays: Any) -> Any:
+        x, w, x2, w2 = operands
+        given = arrays | rest
+        b, residual = given.pop("b"), given.pop("residual")
+        return conv_scaled.run(f"conv{nd}d", nd, x, w, b, residual, shortcut=(x2, w2, (two.stride,) * nd), **given)
+
+    if kernel is not None:
+        assert calls(f, operands, arrays) == {"conv_scaled": 1}
+    poison()
+    return np.asarray(jax.jit(f)(operands, arrays))
+
+
+def drawn(two: Two, dtype: str = "int8", w_dtype: str = "int8") -> list[Numbers]:
+    shapes = two.case.x, two.case.w, two.x2, two.shortcut.w
+    return [values(i, shape, w_dtype if i % 2 else dtype) for i, shape in enumerate(shapes)]
+
+
+def total(two: Two, operands: Sequence[Numbers]) -> Numbers:
+    return sums(two.case, *operands[:2]) + sums(two.shortcut, *operands[2:])
+
+
+@pytest.mark.parametrize("bias", ["float32", "int32"])
+@pytest.mark.parametrize("kernel", kernels())
+@pytest.mark.parametrize("name", CASES)
+def test_every_shortcut_is_exact(name, kernel, bias):
+    two = CASES[name]
+    operands = drawn(two)
+    acc = total(two, operands)
+    scale, b = scales(two.case)
+    if bias == "int32":
+        b = of_sums(scale, b)
+    residual = values(4, acc.shape, "int8")
+    how: dict[str, Any] = dict(scale=scale, b=b, residual=residual, residual_scale=0.37, activation="relu")
+    how["out_scale"] = 0.9
+    equal(run(two, kernel, operands, out_dtype="int8", **how), expected(acc, "int8", **how))
+    bare: dict[str, Any] = dict(scale=scale, b=b)
+    equal(run(two, kernel, operands, out_dtype="float32", **bare), expected(acc, "float32", **bare))
+
+
+@pytest.mark.parametrize(("left", "right"), [(a, b) for a in EIGHT_BIT_INTEGERS for b in EIGHT_BIT_INTEGERS])
+def test_every_pair_of_integers(left, right):
+    two = CASES["few_channels"]
+    operands = drawn(two, left, right)
+    scale, b = scales(two.case)
+    for kernel in kernels(right):
+        for out_dtype in ("uint8", "bfloat16"):
+            want = expected(total(two, operands), out_dtype, scale=scale, b=b)
+            equal(run(two, kernel, operands, out_dtype=out_dtype, scale=scale, b=b), want)
+        raw = run(two, kernel, operands, out_dtype=None)
+        equal(raw, total(two, operands).astype(np.int32))
+
+
+@pytest.mark.parametrize("name", ["halves_of_a_stage", "an_odd_number_of_halves", "stages", "three_by_three"])
+@pytest.mark.parametrize("dtype", FLOAT8)
+def test_float8(name, dtype):
+    """Small integers: every chain is exact."""
+    two, rng = CASES[name], np.random.default_rng(6)
+    operands = [rng.integers(-2, 3, a.shape).astype(jnp.dtype(dtype)) for a in drawn(two)]
+    acc = total(two, operands)
+    scale = rng.choice([0.25, 0.5, 1], two.case.w[-1]).astype(np.float32)
+    for kernel in kernels(dtype):
+        for out_dtype in (dtype, "float16", "float32"):
+            how: dict[str, Any] = dict(scale=scale, activation="relu")
+            equal(run(two, kernel, operands, out_dtype=out_dtype, **how), expected(acc, out_dtype, **how))
+
+
+@pytest.mark.parametrize("kernel", kernels())
+def test_channels_first(kernel):
+    two = CASES["three_by_three"]
+    x, w, x2, w2 = operands = drawn(two)
+    scale, b = scales(two.case)
+    how: dict[str, Any] = dict(scale=scale, b=b, out_dtype="int8")
+    first = [x.transpose(0, 3, 1, 2), w.transpose(3, 2, 0, 1), x2.transpose(0, 3, 1, 2), w2.transpose(3, 2, 0, 1)]
+    got = run(two, kernel, first, layout="NCHW", **how)
+    equal(got.transpose(0, 2, 3, 1), expected(total(two, operands), "int8", scale=scale, b=b))
+
+
+def call(two: Two, scale: Any, x: Any, w: Any, x2: Any, w2: Any) -> Any:
+    rest = OPTIONS | two.case.options | dict(layout="NHWC", algorithm=None, activation="relu", out_dtype="int8")
+    rest |= dict(residual_scale=None, out_scale=None)
+    return conv_scaled.run("conv2d", 2, x, w, None, None, scale=scale, shortcut=(x2, w2, (two.stride,) * 2), **rest)
+
+
+@pytest.mark.parametrize("axes", [(0, None, 0, None), (0, None, None, None), (None, 0, 0, 0), (None, None, None, 0)])
+def test_mapped(axes):
+    two = CASES["few_channels"]
+    each = [np.stack([a, a[::-1], a]) if axis == 0 else a for a, axis in zip(drawn(two), axes, strict=True)]
+    scale, _ = scales(two.case)
+    got = jax.jit(jax.vmap(functools.partial(call, two, scale), axes))(*each)
+    for i in range(3):
+        one = [a[i] if axis == 0 else a for a, axis in zip(each, axes, strict=True)]
+        equal(np.asarray(got[i]), expected(total(two, one), "int8", scale=scale, activation="relu"))
+
+
+@pytest.mark.skipif(jax.device_count() < 2, reason="one device")
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+@pytest.mark.parametrize("split", ["images", "filters"])
+def test_on_a_mesh(split, kind):
+    two = CASES["few_channels"]
+    operands = drawn(two)
+    scale, _ = scales(two.case)
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(kind,))
+    images, filters = (P("d"), P()) if split == "images" else (P(), P(None, None, None, "d"))
+    specs = P() if split == "images" else P("d"), images, filters, images, filters
+    given = [jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip((scale, *operands), specs, strict=True)]
+    with jax.set_mesh(mesh):
+        got = jax.jit(functools.partial(call, two))(*given)
+    equal(np.asarray(got), expected(total(two, operands), "int8", scale=scale, activation="relu"))
+
+
+def problem(two: Two, dtype: str = "int8") -> ScaledConvProblem:
+    x, w = (jax.ShapeDtypeStruct(shape, dtype) for shape in (two.case.x, two.case.w))
+    how: dict[str, Any] = dict(residual=None, residual_scale=None, out_scale=None, out_dtype=None, activation=None)
+    how |= OPTIONS | two.case.options | dict(layout="NHWC", algorithm=None)
+    p = ScaledConvProblem.of("conv2d", 2, x, w, None, scale=jax.ShapeDtypeStruct((), np.float32), **how)
+    return dataclasses.replace(
+        p, shortcut_channels=two.x2[-1], shortcut_spatial=two.x2[1:-1], shortcut_stride=(two.stride,) * 2
+    )
+
+
+@pytest.mark.parametrize(
+    ("c", "c2", "stride", "why"),
+    [
+        (64, 64, 1, None),
+        (64, 24, 1, "its shortcut: in 8 bits it needs multiples of 16 channels a group, got 24 and 64"),
+        (64, 64, 9, "its shortcut: "),
+    ],
+)
+def test_what_the_kernel_takes(c, c2, stride, why):
+    two = Two(Case((2, 5, 5, c), (1, 1, c, 64)), (2, 4 * stride + 1, 4 * stride + 1, c2), stride)
+    plan = tiles_of.by_kernel("sm90/eight", problem(two), H200)
+    if why is None:
+        assert isinstance(plan, _plan.Plan)
+    else:
+        assert isinstance(plan, str) and why in plan
+
+
+def test_the_kernel_for_few_channels_takes_none():
+    """sm90/eight_halo is wanted for 3x3 filters of 64 channels: not with a shortcut."""
+    two = Two(Case((64, 56, 56, 64), (3, 3, 64, 64)), (64, 56, 56, 64))
+    p = problem(two)
+    alone = dataclasses.replace(p, shortcut_channels=0, shortcut_spatial=(), shortcut_stride=())
+    assert tiles_of.by_kernel("sm90", alone, H200).kernel == "sm90/eight_halo"
+    assert tiles_of.by_kernel("sm90", p, H200).kernel == "sm90/eight"
+    assert tiles_of.by_kernel("sm90/eight_halo", p, H200) == "it takes no shortcut"
+
+
+def test_it_is_counted_and_named():
+    two = CASES["few_channels"]
+    p = problem(two)
+    alone = dataclasses.replace(p, shortcut_channels=0, shortcut_spatial=(), shortcut_stride=())
+    pixels = 2 * 8 * 7 * 32
+    assert conv_scaled.kernel.flops(p) - conv_scaled.kernel.flops(alone) == 2 * pixels * 80
+    assert str(p).startswith(str(alone).split(" -> ")[0]) and "shortcut 15x14 80->32" in str(p)
+    assert p != alone and p.shortcut.x_shape == two.x2 and p.shortcut.y_shape == p.y_shape
