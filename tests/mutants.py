@@ -304,8 +304,8 @@ MUTANTS = [
     Mutant(
         "a quantised filter's scales leave out the scale of what it reads",
         "jaxconv/quantize/program.py",
-        "of_sums = steps * x_step\n",
-        "of_sums = steps\n",
+        "units.append(own * step)\n",
+        "units.append(own)\n",
         "tests/test_quantize.py -k bit_for_bit",
     ),
     Mutant(
@@ -316,10 +316,31 @@ MUTANTS = [
         "tests/test_quantize.py -k bit_for_bit",
     ),
     Mutant(
+        "a filter beside a shortcut's keeps its own scale",
+        "jaxconv/quantize/program.py",
+        "filters.append(filter_of(w, axis, dtype, unit / step))",
+        "filters.append(filter_scales(w, axis, dtype)[0])",
+        "tests/test_quantize.py -k near_the_wide_ones",
+    ),
+    Mutant(
+        "a result that others read too is summed as a shortcut",
+        "jaxconv/quantize/program.py",
+        "v.users == [reader] else None",
+        "reader in v.users else None",
+        "tests/test_quantize.py -k shortcuts",
+    ),
+    Mutant(
+        "a shortcut's bias is lost where the other convolution has none",
+        "jaxconv/joints/rules.py",
+        "replace(main, bias=p.bias or q.bias, activation=p.activation)",
+        "replace(main, bias=p.bias, activation=p.activation)",
+        "tests/test_joints.py -k added",
+    ),
+    Mutant(
         "a bias of int32 leaves no room for what a filter of almost nothing adds",
         "jaxconv/quantize/program.py",
-        "filters, steps = filter_scales(w, axis, dtype, least)",
-        "filters, steps = filter_scales(w, axis, dtype)",
+        "filter_scales(w, axis, dtype, None if least is None else least / step)",
+        "filter_scales(w, axis, dtype)",
         "tests/test_quantize.py -k almost_nothing",
     ),
     Mutant(

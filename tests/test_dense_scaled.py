@@ -412,7 +412,7 @@ def test_lowered_for_hopper_it_is_one_call(code_for_gpus):
         text = jax.jit(f).trace(*like).lower(lowering_platforms=("cuda",)).as_text()
         few = jax.jit(f).trace(jax.ShapeDtypeStruct((8, 256), "int8"), like[1]).lower(lowering_platforms=("cuda",))
     assert targets(text) == {"conv_scaled": 1} and "dot_general" not in text
-    (call,) = [line for line in text.splitlines() if "custom_call @jaxconv_conv_scaled_v2" in line]
+    (call,) = [line for line in text.splitlines() if "custom_call @jaxconv_conv_scaled_v3" in line]
     assert "operand_layouts = [dense<[2, 1, 0]> : tensor<3xindex>, dense<[1, 0, 2]> : tensor<3xindex>" in call
     assert targets(few.as_text()) == {} and "(tensor<8x256xi8>, tensor<256x1024xi8>) -> tensor<8x1024xi32>" in (
         few.as_text()

@@ -51,8 +51,10 @@ def test_every_target_is_called():
     assert called == {direct_calls.KERNELS[name].target for name in here}
 
 
-# Axes of which another extent is another right call: two windows that step round its result down to the same.
+# Axes of which another extent is another right call: two windows that step, or one tap that does, round its result down
+# to the same.
 ROUNDED = {("conv_pooled", "operands", "x"): (1, 2), ("conv_pooled", "operands", "w"): (0, 1)}
+ROUNDED |= {(op, "operands", "x2"): (1, 2) for op in ("conv_scaled", "conv_shortcut")}
 
 
 # Each is a program of its own to compile. `make test` has one type and one rank of each array, and of each axis the
@@ -64,6 +66,7 @@ SUMS = ("conv_integer", "results", "y")
 # Operands of a convolution of 8-bit numbers have several types, too.
 SEVERAL = {("conv_scaled", *array): ("int8", "uint8") for array in (("operands", "x"), ("operands", "w"))}
 SEVERAL |= {("conv_scaled", *array): ("float16", "uint8") for array in (("operands", "residual"), ("results", "y"))}
+SEVERAL[("conv_scaled", "operands", "b")] = ("int32",)
 TYPES = [
     pytest.param(
         *array, dtype, marks=[] if i % 3 == j or array == SUMS else pytest.mark.slow, id="-".join((dtype, *array))

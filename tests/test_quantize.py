@@ -552,6 +552,60 @@ def test_averages_read_and_make_8_bits():
     assert LEAST["int8"] < signal_to_noise(jaxconv.freeze(model.apply, variables)(X), q(X)) < 60
 
 
+class Branches(nn.Module):
+    """Two convolutions whose results are added: one of `taps`, and one of a tap."""
+
+    taps: int = 1
+    channels: int = 16
+    groups: int = 1
+    padding: Any = "SAME"
+    middle: Callable[[Any], Any] = lambda y: y  # behind the first one
+    signed: bool = False  # what the second one reads
+    shown: bool = False
+    swapped: bool = False
+
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        first = nn.Conv(self.channels, (3, 3), name="first")(x)
+        x = nn.relu(first)
+        pad = ((self.taps // 2,) * 2,) * 2
+        y = nn.Conv(32, (self.taps,) * 2, padding=pad, feature_group_count=self.groups, name="conv")(x)
+        y = self.middle(y)
+        z = nn.Conv(32, (1, 1), padding=self.padding, name="shortcut")(first if self.signed else x)
+        out = nn.relu(z + y if self.swapped else y + z)
+        out = nn.Dense(10, name="last")(out.mean((1, 2)))
+        return (out, y) if self.shown else out
+
+
+@pytest.mark.parametrize(
+    ("block", "added"),
+    (
+        (Branches(), "conv"),
+        (Branches(swapped=True), "conv"),
+        (Branches(taps=3, channels=80), "conv"),  # the 1x1 is the shortcut, and adds
+        (Branches(taps=3), None),  # 3x3 of few channels has a kernel of its own
+        (Branches(middle=nn.relu), None),
+        (Branches(channels=256, groups=2), None),
+        (Branches(shown=True), None),
+        (Branches(signed=True), None),  # int8 beside uint8
+    ),
+    ids=str,
+)
+def test_which_convolutions_are_shortcuts(block, added):
+    variables = randomised(jax.eval_shape(block.init, KEY, X))
+    q = jaxconv.freeze(block.apply, variables, quantize="int8", calibrate=[X])
+    layers = {layer.name.rpartition("/")[2]: layer for layer in q.quantization}
+    assert [name for name, layer in layers.items() if "its sums are added" in layer.why] == [added] * bool(added)
+    jaxpr = jax.make_jaxpr(q)(X)
+    called = [e for e in primitives.equations(jaxpr.jaxpr) if e.primitive.name == "jaxconv_conv_scaled"]
+    assert [e.params["problem"].has_shortcut for e in called] == ([True] if added else [False, False])
+    if added:
+        assert layers["conv"].out_dtype == "int32" and layers["shortcut"].out_dtype == "uint8"
+        assert called[0].params["problem"].filter == (block.taps, block.taps)
+    wide, ours = (jax.tree.leaves(f(X))[0] for f in (jaxconv.freeze(block.apply, variables), q))
+    assert LEAST["int8"] < signal_to_noise(wide, ours) < 60
+
+
 @pytest.mark.parametrize("dtype", ("int8", "uint8"))
 @pytest.mark.parametrize(
     ("shape", "axes"),
