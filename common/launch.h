@@ -64,6 +64,13 @@ using ConvDgradSumsArrays = Arrays<in::Dy, in::W, in::C, in::Signs, in::X, in::M
 Status ConvDgradSums(const Context& ctx, const ConvProblem& p, const Plan& plan,
                      const ConvDgradSumsArrays& a, Workspace workspace);
 
+// y = f(conv(x, w) + conv of `q` of x2 and w2 + b), f of the epilogue, which makes no z. `q` has one tap, no padding, and makes y's
+// pixels and channels. `b` (K) may be null. There are elements.
+using ConvShortcutArrays = Arrays<in::X, in::W, in::B, in::X2, in::W2, out::Y>;
+Status ConvShortcut(const Context& ctx, const ConvProblem& p, const Epilogue& e,
+                    const ConvProblem& q, const Plan& plan, const ConvShortcutArrays& a,
+                    Workspace workspace);
+
 // y = the max-pooling `q` of f(conv(x, w) + b), f of the epilogue, which makes no z; x and y of `types`. `b` (K) may be null.
 // There are elements.
 using ConvPooledArrays = Arrays<in::X, in::W, in::B, out::Y>;

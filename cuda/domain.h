@@ -89,6 +89,10 @@ std::string GradientRefusal(ConvOp op, const ConvProblem& p, Activation activati
 std::string PooledRefusal(const ConvProblem& p, Activation activation, const PoolProblem& q,
                           Number x, Number y, const Plan& plan, const Device& device);
 
+// ConvRefusal of fprop with a shortcut: the sums of `q`, of one tap, are added. It needs no workspace.
+std::string ShortcutRefusal(const ConvProblem& p, const ConvProblem& q, const Plan& plan,
+                            const Device& device);
+
 // `p`, channels last, as sm90 and implicit_gemm run it (FoldPatches).
 ConvProblem ConvFolded(const ConvProblem& p, bool dgrad);
 

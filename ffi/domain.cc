@@ -234,6 +234,7 @@ void BindDomain(nb::module_& m) {
         &P::dilation, &P::dtype);
   Function(m, "pool_refusal", PoolRefusal);
   Function(m, "conv_pooled_refusal", cuda::PooledRefusal);
+  Function(m, "conv_shortcut_refusal", cuda::ShortcutRefusal);
   Function(m, "avg_pool_refusal", AvgPoolRefusal);
   Function(m, "pool_vector", cuda::PoolVector);
   using G = GroupNormProblem;

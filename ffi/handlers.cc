@@ -223,6 +223,7 @@ const std::vector<Row>& Rows() {
       JAXCONV_OP("conv_normalised_statistics", NormalisedStatistics, ConvNormalisedStatistics,
                  "x w scale bias mean var", "y new_mean new_var"),
       JAXCONV_OP("conv_pooled", PooledConv, ConvPooled, "x w b?", "y"),
+      JAXCONV_OP("conv_shortcut", ShortcutConv, ConvShortcut, "x w b? x2 w2", "y"),
       JAXCONV_OP("conv_dgrad_sums", DgradSums, ConvDgradSums, "dy w c signs x mean rstd", "dz dscale dbias"),
       JAXCONV_OP("conv_gradient", ConvGradient, ConvGradient, "dy w kept", "dz dbias"),
       JAXCONV_OP("conv_gradient_add", ConvGradient, ConvGradient, "dy w kept c", "dz dbias"),

@@ -299,6 +299,66 @@ struct PooledConv : ConvWith<wire::Epilogue, wire::Pool, wire::Narrow> {
   }
 };
 
+// A second convolution of one tap, without padding, of what x2, w2 and the stride say: it makes y's pixels and channels, as `p`.
+inline Status ReadShortcut(const Call& call, const wire::Window& window, const wire::Ints& stride,
+                           const ConvProblem& p, ConvProblem* shortcut) {
+  const AnyBuffer x2 = call[kX2], w2 = call[kW2];
+  const Dims xd = x2.dimensions(), wd = w2.dimensions(), yd = call[kY].dimensions();
+  const size_t nd = window.stride.size();
+  const auto disagree = [&](const std::string& how) {
+    return call.Invalid("extents disagree: " + call.Shapes({kX2, kW2, kY}) + ": " + how);
+  };
+  if (x2.element_type() != call[kX].element_type() || w2.element_type() != call[kW].element_type())
+    return call.Invalid("x2 must have x's type, and w2 w's");
+  if (stride.size() != nd || xd.size() != nd + 2 || wd.size() != nd + 2)
+    return disagree("the ranks");
+  if (p.groups != 1) return call.Invalid("a shortcut has one group");
+  const bool last = window.dims_channels_last != 0;
+  const size_t channel = last ? nd + 1 : 1;
+  ConvProblem& q = *shortcut;
+  q = p;
+  q.c = xd[channel];
+  if (xd[0] != p.n || wd[last ? nd : 1] != q.c || wd[last ? nd + 1 : 0] != p.k || q.c == 0)
+    return disagree("the batches or the channels");
+  for (size_t i = 0; i < nd; ++i) {
+    const size_t d = 3 - nd + i, spatial = (last ? 1 : 2) + i;
+    q.in[d] = xd[spatial];
+    q.stride[d] = stride[i];
+    if (stride[i] < 1 || stride[i] > kMaxStep || q.in[d] < 1 ||
+        (q.in[d] - 1) / q.stride[d] + 1 != yd[spatial] || wd[(last ? 0 : 2) + i] != 1)
+      return disagree("spatial axis " + std::to_string(i) + " with stride " +
+                      std::to_string(stride[i]));
+  }
+  for (int d = 0; d < 3; ++d) {
+    q.filter[d] = q.dilation[d] = 1;
+    q.pad[d] = 0;
+  }
+  if (!(Checked(p.n) * p.k * q.c * p.out_size()).Within(0, kMaxProducts))
+    return disagree("more than 2^62 products");
+  return Status::Ok();
+}
+
+// With a shortcut.
+struct ShortcutConv : ConvWith<wire::Epilogue, wire::Shortcut> {
+  static constexpr RuleOf kRules[] = {{"x", kX},   {"w", kW},   {"y", kY},
+                                      {"x2", kX2}, {"w2", kW2}, {"", kBias}};
+  using ConvWith::ConvWith;
+  Epilogue e = {};
+  ConvProblem q = {};
+  auto Problems() const { return std::tie(p, e, q); }
+
+  Status Begin(const Call& call) {
+    JAXCONV_RETURN_IF_ERROR(ToEpilogue(call, std::get<1>(all), &e));
+    return e.save_preactivation ? call.Invalid("it keeps nothing for a gradient") : Status::Ok();
+  }
+  Status Read(const Call& call) {
+    JAXCONV_RETURN_IF_ERROR(ConvWith::Read(call));
+    if (p.n * p.c * p.in_size() == 0 || p.k * p.out_size() == 0)
+      return call.Invalid("an array is empty: " + call.Shapes({kX, kW, kY}));
+    return ReadShortcut(call, window, std::get<2>(all).stride, p, &q);
+  }
+};
+
 // Of 8-bit numbers.
 struct ScaledConv : ConvWith<wire::Epilogue, wire::Scaled> {
   static constexpr RuleOf kRules[] = {{"x", kX},
@@ -369,47 +429,9 @@ struct ScaledConv : ConvWith<wire::Epilogue, wire::Scaled> {
     scaled.w_type = *w;
     scaled.y_type = *y;
     scaled.conv = p;
-    return call.Has(kX2) ? ReadShortcut(call) : Status::Ok();
-  }
-  // What x2, w2 and the stride say, of y's pixels and channels.
-  Status ReadShortcut(const Call& call) {
-    const wire::Ints stride = std::get<2>(all).shortcut_stride;
-    const AnyBuffer x2 = call[kX2], w2 = call[kW2];
-    const Dims xd = x2.dimensions(), wd = w2.dimensions(), yd = call[kY].dimensions();
-    const size_t nd = window.stride.size();
-    const auto disagree = [&](const std::string& how) {
-      return call.Invalid("extents disagree: " + call.Shapes({kX2, kW2, kY}) + ": " + how);
-    };
-    if (x2.element_type() != call[kX].element_type() ||
-        w2.element_type() != call[kW].element_type())
-      return call.Invalid("x2 must have x's type, and w2 w's");
-    if (stride.size() != nd || xd.size() != nd + 2 || wd.size() != nd + 2)
-      return disagree("the ranks");
-    if (p.groups != 1) return call.Invalid("a shortcut has one group");
-    const bool last = window.dims_channels_last != 0;
-    const size_t channel = last ? nd + 1 : 1;
-    ConvProblem& q = scaled.shortcut;
-    q = p;
-    q.c = xd[channel];
-    if (xd[0] != p.n || wd[last ? nd : 1] != q.c || wd[last ? nd + 1 : 0] != p.k || q.c == 0)
-      return disagree("the batches or the channels");
-    for (size_t i = 0; i < nd; ++i) {
-      const size_t d = 3 - nd + i, spatial = (last ? 1 : 2) + i;
-      q.in[d] = xd[spatial];
-      q.stride[d] = stride[i];
-      if (stride[i] < 1 || stride[i] > kMaxStep || q.in[d] < 1 ||
-          (q.in[d] - 1) / q.stride[d] + 1 != yd[spatial] || wd[(last ? 0 : 2) + i] != 1)
-        return disagree("spatial axis " + std::to_string(i) + " with stride " +
-                        std::to_string(stride[i]));
-    }
-    for (int d = 0; d < 3; ++d) {
-      q.filter[d] = q.dilation[d] = 1;
-      q.pad[d] = 0;
-    }
-    if (!(Checked(p.n) * p.k * q.c * p.out_size()).Within(0, kMaxProducts))
-      return disagree("more than 2^62 products");
-    scaled.has_shortcut = true;
-    return Status::Ok();
+    scaled.has_shortcut = call.Has(kX2);
+    if (!scaled.has_shortcut) return Status::Ok();
+    return ReadShortcut(call, window, std::get<2>(all).shortcut_stride, p, &scaled.shortcut);
   }
   Expected Expect(const Call&, Rule rule) const {
     if (rule == kPerChannel) return {DType::kF32, {p.k}, -1, kY};

@@ -61,6 +61,12 @@ struct Scaled {
   Ints shortcut_stride;  // one per spatial dimension, or none: there is no shortcut
 };
 
+// Of a second convolution, of one tap and without padding, whose sums are added.
+struct Shortcut {
+  static constexpr char kName[] = "shortcut";
+  Ints stride;  // one per spatial dimension
+};
+
 // A result of 8 bits: what it was is multiplied by `scale`, rounded and saturated; 0 where a result is none.
 struct Narrow {
   static constexpr char kName[] = "narrow";
@@ -280,6 +286,9 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jaxconv::wire::Scaled, StructMember<int6
                                       StructMember<int64_t>("residual_scale"),
                                       StructMember<int64_t>("out_scale"),
                                       StructMember<::jaxconv::wire::Ints>("shortcut_stride"));
+
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jaxconv::wire::Shortcut,
+                                      StructMember<::jaxconv::wire::Ints>("stride"));
 
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jaxconv::wire::Narrow, StructMember<double>("scale"));
 

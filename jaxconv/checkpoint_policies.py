@@ -31,6 +31,7 @@ from jaxconv._ops.conv import (
 )
 from jaxconv._ops.conv_float8 import kernel as conv_float8
 from jaxconv._ops.conv_normalised import normalised, normalised_statistics, normalised_wgrad
+from jaxconv._ops.conv_shortcut import kernel as conv_shortcut
 from jaxconv._ops.dense import dense_gradient, dense_kernel, matmul
 from jaxconv._ops.gated import dense_gated, dense_gated_gradient
 from jaxconv._ops.groupnorm import norm
@@ -38,7 +39,7 @@ from jaxconv._ops.pool import kernel as max_pool
 from jaxconv._ops.squeeze_excite import excite
 
 _CONVS = (
-    *(fprop, dgrad, dgrad_add, dgrad_sums, gradient, gradient_add, wgrad, conv_kernel, conv_add),
+    *(fprop, dgrad, dgrad_add, dgrad_sums, gradient, gradient_add, wgrad, conv_kernel, conv_add, conv_shortcut),
     *(statistics, add_statistics, normalised, normalised_statistics, normalised_wgrad, conv_float8),
 )
 _DENSES = (matmul, dense_kernel, dense_gated, dense_gradient, dense_gated_gradient)

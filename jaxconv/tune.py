@@ -41,7 +41,7 @@ __all__ = ["Results", "Tune", "Tuned", "Tuning"]  # `tune` is `jaxconv.tune`
 # Ops whose choice is between calls of other kernels, or is made with another's: their parts are timed
 _NOT_ALONE = (
     *("conv_add", "conv_dgrad_add", "conv_dgrad_sums", "conv_gradient", "conv_gradient_add", "conv_norm_gradient"),
-    "conv_pooled",
+    *("conv_pooled", "conv_shortcut"),
     *("conv_statistics", "conv_add_statistics"),
     *("conv_normalised", "conv_normalised_statistics", "conv_normalised_wgrad"),
     *("conv_integer", "conv_scaled"),

@@ -19,7 +19,7 @@ import jaxconv
 from jaxconv._core import primitives
 from jaxconv._core.activations import Activation
 from jaxconv._ops import conv as conv_module
-from jaxconv._ops import conv_integer, conv_pooled, conv_scaled
+from jaxconv._ops import conv_integer, conv_pooled, conv_scaled, conv_shortcut
 from jaxconv._ops.batchnorm import backward_add, dx_of_sums, moments, shortcut_backward, shortcut_problem, signs
 from jaxconv._ops.conv_normalised import normalised_statistics
 from jaxconv._ops.dense import dense_gradient
@@ -35,14 +35,16 @@ from jaxconv._problem import (
     NormalisedConvProblem,
     PooledConvProblem,
     PoolProblem,
+    ShortcutConvProblem,
 )
 from jaxconv.joints import region
 
-KERNELS = {kernel.name: kernel for kernel in primitives.KERNELS.values()}
+# By name; of two with one target the first, which has all of its operands.
+KERNELS = {kernel.name: kernel for kernel in reversed(primitives.KERNELS.values())}
 # A GPU's alone: a CPU's targets and examples are without them.
 ON_GPUS = (
     *("dense_gated", "dense_gated_gradient", "dense_gradient", "conv_dgrad_sums", "conv_gradient", "conv_gradient_add"),
-    *("conv_norm_gradient", "conv_pooled"),
+    *("conv_norm_gradient", "conv_pooled", "conv_shortcut"),
     *("conv_scaled", "conv_normalised_statistics"),
     *("batchnorm_backward_add", "batchnorm_shortcut_backward", "batchnorm_signs"),
 )
@@ -188,6 +190,22 @@ def pooled(x: jax.Array, w: jax.Array, b: jax.Array) -> jax.Array:
     return conv_pooled.kernel(PooledConvProblem.of(p, PoolProblem.infer("max_pool", y, 3, **window)), x, w, b)
 
 
+def with_shortcut(x: jax.Array, w: jax.Array, b: jax.Array, x2: jax.Array, w2: jax.Array) -> jax.Array:
+    """conv_shortcut of a 3x3 with a relu and a shortcut of stride 2, by the kernel."""
+    options: dict[str, Any] = dict(stride=1, padding="SAME", dilation=1, groups=1, layout="NHWC", precision=None)
+    options |= dict(return_preactivation=False, implementation="native", algorithm=None)
+    p = ConvProblem.infer("conv2d", 2, x, w, b, activation="relu", **options)
+    options |= dict(stride=2, padding="VALID")
+    q = ConvProblem.infer("conv2d", 2, x2, w2, None, activation=None, **options)
+    return conv_shortcut.kernel(ShortcutConvProblem.of(p, q), x, w, b, x2, w2)
+
+
+def shortcut_operands() -> tuple[jax.Array, ...]:
+    """with_shortcut's."""
+    shapes = (2, 5, 6, 32), (3, 3, 32, 16), (16,), (2, 9, 12, 48), (1, 1, 48, 16)
+    return tuple(jnp.ones(s, "bfloat16") for s in shapes)
+
+
 def pooled_operands() -> tuple[jax.Array, ...]:
     """pooled's."""
     return tuple(jnp.ones(s, "bfloat16") for s in ((2, 20, 24, 3), (3, 3, 3, 16), (16,)))
@@ -307,6 +325,7 @@ def _all_programs() -> dict[str, tuple[str, Any, Any]]:
         ),
         "conv_norm_gradient": ("conv_norm_gradient", dz_through_norm, (*gradient_operands(), jnp.ones(16))),
         "conv_pooled": ("conv_pooled", pooled, pooled_operands()),
+        "conv_shortcut": ("conv_shortcut", with_shortcut, shortcut_operands()),
         "conv_scaled": ("conv_scaled", narrow, narrow_operands()),
         "batchnorm_backward_add": ("batchnorm_backward_add", dx_and_addend, large),
         "batchnorm_signs": ("batchnorm_signs", with_signs, large),
@@ -412,6 +431,7 @@ YOUNGER = (
         "conv_integer",
         "conv_norm_gradient",
         "conv_pooled",
+        "conv_shortcut",
         "conv_scaled",
         "conv_normalised",
         "conv_normalised_statistics",

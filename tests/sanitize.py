@@ -34,7 +34,7 @@ import numpy as np
 
 from jaxconv import _plan, _problem
 from jaxconv._core import activations, primitives
-from jaxconv._ops import conv_integer, conv_pooled, conv_scaled
+from jaxconv._ops import conv_integer, conv_pooled, conv_scaled, conv_shortcut
 from jaxconv._ops.avg_pool import backward as average_backward
 from jaxconv._ops.avg_pool import kernel as average_kernel
 from jaxconv._ops.batchnorm import backward, backward_add, dx_of_sums, infer, moments, shortcut_backward, signs, train
@@ -82,6 +82,7 @@ from jaxconv._problem import (
     PooledConvProblem,
     PoolProblem,
     ScaledConvProblem,
+    ShortcutConvProblem,
     SqueezeExciteProblem,
 )
 
@@ -299,6 +300,29 @@ def pooled_calls(
         if c == 3 and k % 16 == 0 and pixels[1] % 4 == 0:
             wide = "float32" if dtype != "float32" else ""
             calls.append((conv_pooled.kernel, dataclasses.replace(both, x_dtype=wide, y_dtype="uint8", y_scale=0.3)))
+    return calls
+
+
+# x, w, x2 and the stride: channels that fill stages of 64 or do not, rows and columns that no tile divides, several
+# tiles a CTA.
+SHORTCUTS: tuple[tuple[direct_calls.Shape, direct_calls.Shape, direct_calls.Shape, int], ...] = (
+    ((2, 9, 11, 64), (1, 1, 64, 136), (2, 9, 11, 72), 1),
+    ((3, 13, 12, 40), (3, 3, 40, 80), (3, 25, 24, 128), 2),
+    ((12, 40, 40, 16), (1, 1, 16, 144), (12, 79, 80, 24), 2),
+)
+
+
+def shortcut_calls(
+    dtype: str, left: direct_calls.Shape, right: direct_calls.Shape, far: direct_calls.Shape, stride: int
+) -> list[Call]:
+    options: dict[str, Any] = dict(dilation=1, groups=1, layout="NHWC", precision=None, return_preactivation=False)
+    options |= dict(implementation=None, algorithm="sm90/product")
+    x, w, x2, w2 = (array(s, dtype) for s in (left, right, far, (1, 1, far[-1], right[-1])))
+    q = ConvProblem.infer("conv2d", 2, x2, w2, None, stride=stride, padding="VALID", activation=None, **options)
+    calls = []
+    for b, activation in ((None, None), (array(right[-1:], dtype), "relu")):
+        p = ConvProblem.infer("conv2d", 2, x, w, b, stride=1, padding="SAME", activation=activation, **options)
+        calls.append((conv_shortcut.kernel, ShortcutConvProblem.of(p, q)))
     return calls
 
 
@@ -568,6 +592,9 @@ def cases(op: str, algorithm: str, dtype: str) -> Iterator[tuple[str, list[Call]
     elif op == "pooled":
         for case in POOLED:
             yield f"{case}", pooled_calls(dtype, *case)
+    elif op == "shortcut":
+        for case in SHORTCUTS:
+            yield f"{case}", shortcut_calls(dtype, *case)
     elif op == "dense":
         for shape, precision in itertools.product(DENSES, precisions):
             yield f"{shape} {precision}", dense_calls(dtype, algorithm, precision, *shape)
@@ -649,6 +676,7 @@ PARTS = [
         for dtype in ("int8", "uint8", "uint16", "int32", "int64")
     ),
     *(f"pooled/stem/sm90_pooled/{dtype}" for dtype in DTYPES),
+    *(f"shortcut/sm90/product/{dtype}" for dtype in DTYPES if dtype not in ("float32", "float64")),
     *(f"scaled/{kernel}/{dtype}" for kernel in (eight.EIGHT, eight.HALO) for dtype in _problem.EIGHT_BITS),
 ]
 
@@ -660,7 +688,7 @@ PARTS = [
 def forced(call: Call, device: _plan.Device) -> Iterator[Call]:
     """The call on every kernel and tile that answers its algorithm and can run it."""
     made, p = call
-    if isinstance(p, ScaledConvProblem):
+    if isinstance(p, ShortcutConvProblem):  # of 16 bits or 8
         wanted: Iterable[_plan.Plan] = _plan.tiles(made.name, dataclasses.replace(p, algorithm=None), device)
     elif isinstance(p, ConvProblem) and not isinstance(p, PooledConvProblem):
         stored = conv.in_memory(p.algorithm, p)

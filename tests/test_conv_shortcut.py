@@ -1,4 +1,4 @@
-"""Shortcuts of convolutions of 8-bit numbers: sums of a second convolution of one tap, by every tile of the kernel."""
+"""Shortcuts: sums of a second convolution of one tap, in 8 bits and in 16, by every tile of the kernels."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import H200, calls, poison
+from helpers import A100, H100, H200, HOPPER, calls, normal, poison, with_hoppers_code
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from test_conv_scaled import Case, Numbers, equal, expected, kernels, of_sums, scales, sums, values
 
+import jaxconv
 from jaxconv import _plan
-from jaxconv._ops import conv_scaled
+from jaxconv._ops import conv, conv_scaled, conv_shortcut
 from jaxconv._plan import conv_scaled as tiles_of
-from jaxconv._problem import EIGHT_BIT_INTEGERS, FLOAT8, ScaledConvProblem
+from jaxconv._plan import conv_shortcut as of_tiles
+from jaxconv._problem import EIGHT_BIT_INTEGERS, FLOAT8, ConvProblem, ScaledConvProblem, ShortcutConvProblem
 
 
 @dataclasses.dataclass(frozen=True)
@@ -215,5 +217,156 @@ def test_it_is_counted_and_named():
     alone = dataclasses.replace(p, shortcut_channels=0, shortcut_spatial=(), shortcut_stride=())
     pixels = 2 * 8 * 7 * 32
     assert conv_scaled.kernel.flops(p) - conv_scaled.kernel.flops(alone) == 2 * pixels * 80
-    assert str(p).startswith(str(alone).split(" -> ")[0]) and "shortcut 15x14 80->32" in str(p)
+    assert str(p) == str(alone).replace(" + scale", " + shortcut 15x14 80->32 + scale")
     assert p != alone and p.shortcut.x_shape == two.x2 and p.shortcut.y_shape == p.y_shape
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# 16 bits: conv_shortcut, which has no public function either
+
+
+ON_HOPPER = pytest.mark.skipif(not HOPPER, reason="the kernel runs on compute capability 9.0")
+
+
+def of_16_bits(two: Two, dtype: str = "bfloat16", bias: bool = True, layout: Any = None, **how: Any) -> Any:
+    nd = len(two.case.x) - 2
+    options = OPTIONS | dict(activation="relu", algorithm=None, layout=layout or ("NWC", "NHWC", "NDHWC")[nd - 1]) | how
+    x, w, x2, w2 = (jax.ShapeDtypeStruct(shape, dtype) for shape in (two.case.x, two.case.w, two.x2, two.shortcut.w))
+    b = jax.ShapeDtypeStruct(two.case.w[-1:], dtype) if bias else None
+    p = ConvProblem.infer("conv", nd, x, w, b, **options, **two.case.options)
+    q = ConvProblem.infer("conv", nd, x2, w2, None, **options, **two.shortcut.options)
+    return ShortcutConvProblem.of(p, q)
+
+
+def normal_operands(two: Two, dtype: str, bias: bool = True) -> list[Numbers]:
+    shapes = two.case.x, two.case.w, *[two.case.w[-1:]] * bias, two.x2, two.shortcut.w
+    return [normal(i, shape).astype(jnp.dtype(dtype)) for i, shape in enumerate(shapes)]
+
+
+def meant(two: Two, operands: Sequence[Numbers], activation: Any = "relu") -> tuple[Numbers, Numbers]:
+    """(y in float64, the sum of the absolute terms of each of its sums)."""
+    x, w, *b, x2, w2 = (a.astype(np.float64) for a in operands)
+    z = total(two, [x, w, x2, w2]) + (b[0] if b else 0.0)
+    size = total(two, [np.abs(a) for a in (x, w, x2, w2)]) + (np.abs(b[0]) if b else 0.0)
+    return np.maximum(z, 0) if activation else z, size
+
+
+def near(got: Any, want: Numbers, size: Numbers, dtype: str) -> None:
+    eps = float(jnp.finfo(dtype).eps)
+    off = np.abs(np.asarray(got, np.float64) - want)
+    assert (off <= eps * np.abs(want) + 2.0**-20 * size).all(), off.max()
+
+
+@ON_HOPPER
+@pytest.mark.parametrize("tile", of_tiles.TILES)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", CASES)
+def test_every_shortcut_of_16_bits(name, dtype, tile):
+    two = CASES[name]
+    for bias, activation in ((True, "relu"), (False, None)):
+        p = of_16_bits(two, dtype, bias, activation=activation, algorithm=f"sm90/product {tile}")
+        plan = _plan.plan("conv_shortcut", p, _plan.Device.current("cuda"))
+        assert (plan.kernel, plan.tile) == ("sm90/product", tile)
+        operands = normal_operands(two, dtype, bias)
+        poison()
+        got = jax.jit(lambda *args, p=p: conv_shortcut.kernel(p, *args))(*operands)
+        near(got, *meant(two, operands, activation), dtype)
+
+
+@ON_HOPPER
+def test_channels_first_of_16_bits():
+    two = CASES["three_by_three"]
+    x, w, b, x2, w2 = operands = normal_operands(two, "bfloat16")
+    images, filters = (0, 3, 1, 2), (3, 2, 0, 1)
+    first = x.transpose(images), w.transpose(filters), b, x2.transpose(images), w2.transpose(filters)
+    p = dataclasses.replace(of_16_bits(two, implementation="native"), channels_last=False)
+    assert _plan.plan("conv_shortcut", p, _plan.Device.current("cuda")).kernel == "sm90/product"
+    got = jax.jit(lambda *args: conv_shortcut.kernel(p, *args))(*first)
+    near(np.asarray(got).transpose(0, 2, 3, 1), *meant(two, operands), "bfloat16")
+
+
+@pytest.mark.parametrize("name", ["stages", "three_by_three", "three_dimensions"])
+def test_meaning_in_float32(name):
+    """Of the call where no kernel runs: the two convolutions', its derivative, and over a mapped axis."""
+    two = CASES[name]
+    p = of_16_bits(two, "float32", precision="highest")
+    operands = normal_operands(two, "float32")
+    ours = functools.partial(conv_shortcut.kernel, p)
+
+    def plain(x: Any, w: Any, b: Any, x2: Any, w2: Any) -> Any:
+        a, z = conv.convolution(p.conv.bare(), x, w)[0], conv.convolution(p.shortcut, x2, w2)[0]
+        return jax.nn.relu(a + z + b)
+
+    near(jax.jit(ours)(*operands), *meant(two, operands), "float32")
+    gradients = [jax.grad(lambda *a, f=f: jnp.sin(f(*a)).sum(), range(5))(*operands) for f in (ours, plain)]
+    for got, want in zip(*gradients, strict=True):
+        np.testing.assert_allclose(got, want, 2e-4, 2e-4 * float(jnp.abs(want).max()))
+    for axes in ((0, None, None, 0, None), (None, 0, 0, None, None), (0, None, None, None, None)):
+        each = [np.stack([a, 2 * a]) if axis == 0 else a for a, axis in zip(operands, axes, strict=True)]
+        got = jax.jit(jax.vmap(ours, axes))(*each)
+        for i in range(2):
+            one = [a[i] if axis == 0 else a for a, axis in zip(each, axes, strict=True)]
+            np.testing.assert_allclose(got[i], ours(*one), 1e-4, 1e-4)
+
+
+@pytest.mark.skipif(jax.device_count() < 2, reason="one device")
+@pytest.mark.parametrize("split", ["images", "filters", "rows"])
+def test_16_bits_on_a_mesh(split):
+    """Images stay where they are. Other axes come together."""
+    two = CASES["few_channels"]
+    p, operands = of_16_bits(two, "float32", precision="highest"), normal_operands(two, "float32")
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Auto,))
+    images = {"images": P("d"), "rows": P(None, "d"), "filters": P()}[split]
+    filters = P(None, None, None, "d") if split == "filters" else P()
+    far = images if split == "images" else P()
+    specs = images, filters, P("d") if split == "filters" else P(), far, filters
+    given = [jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip(operands, specs, strict=True)]
+    program = jax.jit(functools.partial(conv_shortcut.kernel, p)).lower(*given).compile()
+    near(program(*given), *meant(two, operands), "float32")
+    assert "all-gather" not in program.as_text() or split != "images"
+
+
+RESNETS = {
+    "s1": (Two(Case((256, 56, 56, 64), (1, 1, 64, 256)), (256, 56, 56, 64)), True),
+    "s2": (Two(Case((256, 28, 28, 128), (1, 1, 128, 512)), (256, 56, 56, 256), 2), True),
+    "s4, 8 images": (Two(Case((8, 7, 7, 512), (1, 1, 512, 2048)), (8, 14, 14, 1024), 2), True),
+    "one image": (Two(Case((1, 28, 28, 128), (1, 1, 128, 512)), (1, 56, 56, 256), 2), False),
+}
+
+
+@pytest.mark.parametrize("name", RESNETS)
+def test_plans_of_16_bits(name, code_for_gpus, monkeypatch):
+    two, whole = RESNETS[name]
+    for device in (H100, H200):
+        plan = _plan.plan("conv_shortcut", of_16_bits(two), device)
+        assert (plan.implementation, plan.kernel) == (("native", "sm90/product") if whole else ("calls", "two"))
+    assert "it has 28 tiles" in _plan.plan("conv_shortcut", of_16_bits(RESNETS["one image"][0]), H200).reason
+    for p, device, why in (
+        (of_16_bits(two), A100, "compute capability 9.0"),
+        (of_16_bits(two, "float32"), H200, "16-bit arrays only"),
+        (of_16_bits(two, implementation="xla"), H200, "'xla' was asked for"),
+        (dataclasses.replace(of_16_bits(two), batch=0), H200, "nothing to compute"),
+        (dataclasses.replace(of_16_bits(two), shortcut_channels=20), H200, "its shortcut: it needs multiples of 8"),
+        (dataclasses.replace(of_16_bits(two), algorithm="direct"), H200, "there is no such kernel"),
+    ):
+        plan = _plan.plan("conv_shortcut", p, device)
+        assert (plan.implementation, plan.kernel) == ("calls", "two") and why in plan.reason, plan.reason
+    monkeypatch.setenv("JAXCONV_DISABLE", "conv")
+    assert _plan.plan("conv_shortcut", of_16_bits(two), H200).kernel == "two"
+
+
+@with_hoppers_code
+def test_of_a_frozen_block_by_default(code_for_gpus):
+    """As lowered for an H200: one call, which reads both and adds no array like its result."""
+    x, x2 = (jax.ShapeDtypeStruct(shape, "bfloat16") for shape in ((256, 28, 28, 128), (256, 56, 56, 256)))
+    weights = jnp.ones((1, 1, 128, 512), "bfloat16"), jnp.ones((1, 1, 256, 512), "bfloat16")
+    numbers = ("NHWC", "HWIO", "NHWC")
+
+    def block(weights: Any, x: Any, x2: Any) -> Any:
+        y = jax.lax.conv_general_dilated(x, weights[0], (1, 1), "SAME", dimension_numbers=numbers)
+        return jax.nn.relu(y + jax.lax.conv_general_dilated(x2, weights[1], (2, 2), "SAME", dimension_numbers=numbers))
+
+    with _plan.Device.assumed(H200):
+        frozen = jaxconv.freeze(block, weights)
+        text = jax.jit(frozen).trace(x, x2).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("@jaxconv_") == text.count("@jaxconv_conv_shortcut_v2") == 1

@@ -213,6 +213,7 @@ BACK, CHOICE = "a dgrad that applies an activation's derivative", "a relu's deri
 BACK_ADD = "a dgrad through an activation that adds another gradient"
 WITH_BIAS = "a dgrad that takes a bias' gradient"
 POOLED = "a bias' gradient from a pooling's"
+ADDED_SUMS = "a convolution that adds its shortcut's sums"
 GATED, GATED_BACK = "a dense layer that multiplies its halves", "a product that applies a gate's derivative"
 
 
@@ -247,6 +248,38 @@ ROWS: dict[str, Row] = {
         (X, (3, 3, 8, 8), DEEP),
         {ADD: 1},
         {"conv_dgrad_add": 1, "conv_dgrad": 1},
+    ),
+    "added sums": Row(
+        lambda x, r, w, v, b: jax.nn.relu(conv(x, w) + b + conv(r, v)),
+        (X, X, (3, 3, 8, 16), DEEP, (16,)),
+        {ADDED_SUMS: 1},
+        {"conv_shortcut": 1},
+        "conv_add",
+        "conv_shortcut",
+    ),
+    "added sums of more taps": Row(
+        lambda x, r, w, v: jax.nn.relu(conv(x, w) + conv(r, v)),
+        (X, X, (3, 3, 8, 16), (3, 3, 8, 16)),
+        {},
+        {"conv_add": 1},
+        wants="conv_shortcut",
+        ruled_out=True,
+    ),
+    "added sums behind an activation": Row(
+        lambda x, r, w, v: jax.nn.relu(conv(x, w) + jax.nn.relu(conv(r, v))),
+        (X, X, (3, 3, 8, 16), DEEP),
+        {},
+        {"conv_add": 1},
+        wants="conv_shortcut",
+        ruled_out=True,
+    ),
+    "added sums that are read": Row(
+        lambda x, r, w, v: (jax.nn.relu(conv(x, w) + (z := conv(r, v))), jnp.sin(z)),
+        (X, X, (3, 3, 8, 16), DEEP),
+        {},
+        {"conv_add": 1},
+        wants="conv_shortcut",
+        ruled_out=True,
     ),
     "add, depthwise": Row(
         lambda x, w: jnp.cos(x + jax.nn.relu(conv(x, w))), (X, (5, 5, 1, 8)), {ADD: 1}, {"conv_dgrad_add": 1}
@@ -1006,7 +1039,7 @@ def test_policies_keep_what_they_name(row, took):
         f = total(ours(row)) if policy is None else jax.checkpoint(total(ours(row)), policy=policy)
         found = equations(gradients(f), *args)
         kinds = re.compile(
-            r"jaxconv_(conv|conv_(fprop|add|statistics|add_statistics|normalised)|dense|dense_gated|matmul)$"
+            r"jaxconv_(conv|conv_(fprop|add|shortcut|statistics|add_statistics|normalised)|dense|dense_gated|matmul)$"
         )
         return {name: n for name, n in found.items() if kinds.match(name)}
 

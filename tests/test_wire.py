@@ -32,9 +32,11 @@ from direct_calls import (
     of_integers,
     pooled,
     pooled_operands,
+    shortcut_operands,
     statistics_of_sum,
     sums_operands,
     used_twice,
+    with_shortcut,
     with_signs,
     y_and_z,
 )
@@ -92,6 +94,7 @@ def example(name: str) -> tuple[Any, tuple[Any, ...]]:
         "conv_fprop": (conv, (x, w)),
         "conv_integer": (of_integers, (x.astype("int8"), jnp.ones((3, 3, 2, 6), "int8"))),
         "conv_pooled": (pooled, pooled_operands()),
+        "conv_shortcut": (with_shortcut, shortcut_operands()),
         "conv_scaled": (narrow, narrow_operands()),
         "conv_statistics": (lambda x, w: pair(x, w, u, u, u, u, training=True, **native), aligned),
         "conv_add_statistics": (
@@ -197,6 +200,7 @@ FORMAT = {
     "conv_fprop": {"window": WINDOW, "epilogue": EPILOGUE, "plan": PLAN},
     "conv_integer": {"window": INTEGERS, "plan": PLAN},
     "conv_pooled": {"window": WINDOW, "epilogue": EPILOGUE, "pool": POOL, "narrow": {"scale": "f64"}, "plan": PLAN},
+    "conv_shortcut": {"window": WINDOW, "epilogue": EPILOGUE, "shortcut": {"stride": "i64 span"}, "plan": PLAN},
     "conv_scaled": {"window": WINDOW, "epilogue": EPILOGUE, "scaled": SCALED, "plan": PLAN},
     "conv_statistics": {"window": WINDOW, "plan": PLAN},
     "conv_add_statistics": {"window": WINDOW, "epilogue": EPILOGUE, "residual": "i64", "plan": PLAN},
@@ -264,6 +268,10 @@ def test_every_kernel_has_its_target_in_native_code(name):
     assert KERNELS[name].target == f"jaxconv_{name}_v{VERSIONS.get(name, 2)}"
     if PLATFORM == "cuda" or name not in ON_GPUS:
         assert KERNELS[name].target in MODULE.registrations()
+
+
+def test_kernels_of_one_name_have_one_target():
+    assert all(kernel.target == KERNELS[kernel.name].target for kernel in primitives.KERNELS.values())
 
 
 @pytest.mark.parametrize("name", FORMAT)

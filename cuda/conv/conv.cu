@@ -157,6 +157,23 @@ Status ConvScaled(const Context& ctx, const ScaledConvProblem& p, const Plan& pl
   return Sm90EightFprop(ctx, p, plan, a, device.multiprocessors, what);
 }
 
+Status ConvShortcut(const Context& ctx, const ConvProblem& p, const Epilogue& e,
+                    const ConvProblem& q, const Plan& plan, const ConvShortcutArrays& a,
+                    Workspace workspace) {
+  JAXCONV_RETURN_IF_ERROR(
+      Confirm(ConvOp::kFprop, "conv_shortcut", p, plan, workspace, {a.x, a.w, a.b, a.y}));
+  Device device;
+  const std::string what = Describe("conv_shortcut", p, plan);
+  JAXCONV_RETURN_IF_ERROR(CurrentDevice(what, &device));
+  const std::string refusal = ShortcutRefusal(p, q, plan, device);
+  if (!refusal.empty()) return Status::Unimplemented(what + ": " + refusal);
+  for (const void* array : std::initializer_list<const void*>{a.x2, a.w2}) {
+    if (reinterpret_cast<uintptr_t>(array) % 16 != 0)
+      return Status::Invalid(what + ": arrays must be 16-byte aligned");
+  }
+  return Sm90Shortcut(ctx, p, e, q, plan, a, workspace);
+}
+
 Status ConvPooled(const Context& ctx, const ConvProblem& p, const Epilogue& e, const PoolProblem& q,
                   const PooledTypes& types, const Plan& plan, const ConvPooledArrays& a,
                   Workspace workspace) {

@@ -109,6 +109,13 @@ std::string PooledRefusal(const ConvProblem& p, Activation activation, const Poo
   return conv::stem::RefusePooled(p, activation, q, x, y, device);
 }
 
+std::string ShortcutRefusal(const ConvProblem& p, const ConvProblem& q, const Plan& plan,
+                            const Device& device) {
+  if (plan.kernel != "sm90/product") return "only sm90/product takes a shortcut";
+  if (plan.splits != 1) return "it has no splits, got " + std::to_string(plan.splits);
+  return conv::sm90::RefuseShortcut(p, q, plan, device);
+}
+
 std::string GradientRefusal(ConvOp op, const ConvProblem& p, Activation activation,
                             const Plan& plan, const Device& device) {
   std::string why = ConvRefusal(op, p, plan, device);

@@ -59,6 +59,9 @@ struct Sm90Tile {
   static constexpr bool kPair = false;       // Sm90Pair
   static constexpr bool kHalves = false;     // Sm90Halves
   static constexpr bool kStaged = kStaged_;  // the epilogue goes through shared memory
+  // Whether products of a second A and B may follow (Sm90Product): fprop's orders of 16 bit.
+  static constexpr bool kShortcuts =
+      kMajorA && !kMajorB && !kSwapped && kTerms == 1 && sizeof(T) == 2;
 
   static constexpr int kTileK = 128 / int(sizeof(T));  // of a stage
   static constexpr int kTileM = kBlocks * 64 * (kPingPong ? 1 : 2);

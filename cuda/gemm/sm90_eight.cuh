@@ -207,15 +207,13 @@ template <typename Tile>
 __device__ __forceinline__ void ProduceEightTile(const Sm90Product& p, const Sm90EightEpilogue& e,
                                                  const Sm90Place& at, Sm90Ring<Tile>& ring) {
   const Sm90Phase& phase = p.phase[0];
-  int first[3] = {}, shortcut[3] = {}, image = 0;
-  if (p.rank_a != 0 || e.shortcut_rank != 0) {
+  int first[3] = {}, image = 0;
+  if (p.rank_a != 0) {
     const Digits4 pixel = PixelOf(phase, at.m);
     image = pixel.digit[0];
-    for (int i = 0; i < 3; ++i) {
-      first[i] = pixel.digit[3 - i] * phase.step[i] + phase.first[i];
-      shortcut[i] = pixel.digit[3 - i] * p.phase[1].step[i];
-    }
+    for (int i = 0; i < 3; ++i) first[i] = pixel.digit[3 - i] * phase.step[i] + phase.first[i];
   }
+  const Sm90ShortcutPlace shortcut(p, at.m);
   const int sixteen = (at.instance * p.n + at.n) / 16;
   // 128 or 64 k of both operands. Behind the channels of a tap b has the next one's, which meet zeros of A.
   const auto load = [&](uint32_t a, uint32_t b, uint32_t full, int k, int tap,
@@ -228,11 +226,7 @@ __device__ __forceinline__ void ProduceEightTile(const Sm90Product& p, const Sm9
     LoadTile(b, p.b, full, tap + k, 0, 0, 0, sixteen);
   };
   const auto load_shortcut = [&](uint32_t a, uint32_t b, uint32_t full, int k) {
-    if (e.shortcut_rank != 0) {
-      LoadColumn(e.shortcut_rank, a, p.a[1], full, k, shortcut, image, {0, 0, 0});
-    } else {
-      LoadTile(a, p.a[1], full, k, 0, at.m);
-    }
+    shortcut.Load(p, a, full, k);
     LoadTile(b, p.z, full, k, 0, 0, 0, sixteen);
   };
   int tap = 0;  // its first k in b
@@ -277,8 +271,8 @@ __device__ __forceinline__ void ProduceEightTile(const Sm90Product& p, const Sm9
         }
       }
     }
-    for (int k = 0; k < e.shortcut_channels; k += Tile::kTileK) {
-      load_shortcut(ring.A(), ring.B(), ring.Claim(), k);
+    for (int step = 0; step < p.shortcut_steps; ++step) {
+      load_shortcut(ring.A(), ring.B(), ring.Claim(), step * Tile::kTileK);
       ring.Advance();
     }
   }
@@ -614,23 +608,6 @@ struct EightTiles {
   __device__ __forceinline__ bool More() const { return tile < end; }
   __device__ __forceinline__ void operator++() { tile += step; }
   __device__ __forceinline__ Sm90Place Locate() const {
-    Sm90Place at = Place();
-    at.steps += e.shortcut_steps;
-    return at;
-  }
-  // Stages of the tile, without its place.
-  __device__ __forceinline__ int Steps() const {
-    Sm90Place at;
-    LocateSteps(p, tile, at);
-    return at.steps + e.shortcut_steps;
-  }
-
-  const Sm90Product& p;
-  const Sm90EightEpilogue& e;
-  int tile, end, step;
-
- private:
-  __device__ __forceinline__ Sm90Place Place() const {
     if (e.walk == EightWalk::kBands) return LocateTile<Tile>(p, tile);
     int number = tile;
     if (e.walk == EightWalk::kRuns) {  // down the columns
@@ -639,6 +616,10 @@ struct EightTiles {
     }
     return LocateInColumn<Tile>(p, number);
   }
+
+  const Sm90Product& p;
+  const Sm90EightEpilogue& e;
+  int tile, end, step;
 };
 
 // A warpgroup's sums on their way to d. Each step goes over all sums before the next begins (sm90_plain.cuh).
@@ -720,10 +701,6 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     if (threadIdx.x == 0) {
       PrefetchMap(p.a[0]);
       PrefetchMap(p.b);
-      if (e.shortcut_channels != 0) {
-        PrefetchMap(p.a[1]);
-        PrefetchMap(p.z);
-      }
       for (EightTiles<Tile> tiles(p, e); tiles.More(); ++tiles) {
         const Sm90Place at = tiles.Locate();
         ProduceEightTile(p, e, at, ring);
@@ -745,7 +722,9 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
       if (Tile::kPingPong) {
         turn ^= 1;
         if (turn == group) {
-          ring.Skip(tiles.Steps() + added);
+          Sm90Place other;
+          LocateSteps(p, tiles.tile, other);
+          ring.Skip(other.steps + added);
           continue;
         }
       }

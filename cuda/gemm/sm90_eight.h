@@ -45,10 +45,6 @@ struct Sm90EightEpilogue {
   // Of blocks of 64 k: the filter's taps, where the phase's one tap has k_blocks stages, and whether the last has one block.
   int taps[3];
   bool half;
-  // A shortcut: a second x beside x, whose filters have one tap. Its maps are p.a[1] and p.z, its stride p.phase[1].step.
-  uint8_t shortcut_rank;  // of its columns of pixels; 0: it is a matrix
-  int shortcut_channels;  // 0: there is none
-  int shortcut_steps;     // stages behind x's, where a stage is one block
 };
 
 // Whether a stage is two blocks of 64 k (sm90_eight.cuh): where that many channels fill them better, on tiles of few columns.

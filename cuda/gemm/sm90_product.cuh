@@ -68,7 +68,7 @@ __device__ __forceinline__ void LocateSteps(const Sm90Product& p, int tile, Sm90
     at.k = p.k_blocks * at.part / p.splits;
     at.k_end = p.k_blocks * (at.part + 1) / p.splits;
   }
-  at.steps = phase.taps[0] * phase.taps[1] * phase.taps[2] * (at.k_end - at.k);
+  at.steps = phase.taps[0] * phase.taps[1] * phase.taps[2] * (at.k_end - at.k) + p.shortcut_steps;
 }
 
 // Divisions by multiplication: with short reductions a tile takes a few thousand cycles, and a
@@ -106,7 +106,7 @@ __device__ __forceinline__ Sm90Place LocateInColumn(const Sm90Product& p, int ti
   at.m = int(row) * Tile::kRows;
   at.n = int(column - instance * p.by_tiles_n.d) * Tile::kColumns;
   at.k_end = p.k_blocks;
-  at.steps = phase.taps[0] * phase.taps[1] * phase.taps[2] * p.k_blocks;
+  at.steps = phase.taps[0] * phase.taps[1] * phase.taps[2] * p.k_blocks + p.shortcut_steps;
   return at;
 }
 
@@ -217,6 +217,26 @@ __device__ __forceinline__ void ProduceBoxes(Ring& ring, Load&& load) {
   }
 }
 
+// Where a shortcut's pixels lie that a tile from row m on reads.
+struct Sm90ShortcutPlace {
+  __device__ __forceinline__ Sm90ShortcutPlace(const Sm90Product& p, int m) : m(m) {
+    if (p.shortcut_rank == 0) return;
+    const Digits4 pixel = PixelOf(p.phase[0], m);
+    image = pixel.digit[0];
+    for (int i = 0; i < 3; ++i) first[i] = pixel.digit[3 - i] * p.phase[1].step[i];
+  }
+  __device__ __forceinline__ void Load(const Sm90Product& p, uint32_t to, uint32_t full,
+                                       int k) const {
+    const int nowhere[3] = {};
+    if (p.shortcut_rank != 0) {
+      LoadColumn(p.shortcut_rank, to, p.a[1], full, k, first, image, nowhere);
+    } else {
+      LoadTile(to, p.a[1], full, k, 0, m);
+    }
+  }
+  int m, image = 0, first[3] = {};
+};
+
 template <typename Tile>
 __device__ __forceinline__ void ProduceTile(const Sm90Product& p, const Sm90Place& at,
                                             Sm90Ring<Tile>& ring) {
@@ -268,6 +288,16 @@ __device__ __forceinline__ void ProduceTile(const Sm90Product& p, const Sm90Plac
           ring.Advance();
         }
       }
+    }
+  }
+  if constexpr (Tile::kShortcuts) {
+    if (p.shortcut_steps == 0) return;
+    const Sm90ShortcutPlace shortcut(p, at.m);
+    for (int step = 0; step < p.shortcut_steps; ++step) {
+      const uint32_t full = ring.Claim();
+      shortcut.Load(p, ring.A(), full, step * Tile::kTileK);
+      LoadB(ring, p.z, full, step * Tile::kTileK, at.n, 0, 0, 0);
+      ring.Advance();
     }
   }
 }
@@ -339,7 +369,7 @@ struct Sm90OneColumn : Sm90EveryTile {
   }
   __device__ __forceinline__ int Steps(const Sm90Product& p) const {
     const Sm90Phase& phase = p.phase[0];
-    return phase.taps[0] * phase.taps[1] * phase.taps[2] * p.k_blocks;
+    return phase.taps[0] * phase.taps[1] * phase.taps[2] * p.k_blocks + p.shortcut_steps;
   }
 };
 

@@ -724,6 +724,24 @@ def by_reference_mapped(op: Kernel, p: Any, args: list[Array], dims: list[int | 
     return outs, [0] * len(outs)
 
 
+def by_images(*folds: str) -> Callable[[Kernel, Any, list[Array], list[int | None]], Batched]:
+    """The batching rule of problems with a batch of images: mapped arrays of the kinds `folds` are more of them. Where
+    others are mapped it is the reference's."""
+
+    def batch(op: Kernel, p: Any, args: list[Array], dims: list[int | None]) -> Batched:
+        size, kinds = batch_size(args, dims), op.operand_kinds(p)
+        if not all(dim is None or kind in folds for dim, kind in zip(dims, kinds, strict=True)):
+            return by_reference_mapped(op, p, args, dims)
+        folded = [
+            fold(to_front(a, dim, size), 0, 0) if kind in folds else a
+            for a, dim, kind in zip(args, dims, kinds, strict=True)
+        ]
+        outs = listed(op(dataclasses.replace(p, batch=size * p.batch), *folded))
+        return [unfold(out, size, 0) for out in outs], [0] * len(outs)
+
+    return batch
+
+
 def by_instances(op: Kernel, p: Any, args: list[Array], dims: list[int | None]) -> Batched:
     """The batching rule of problems with an instance axis, `batch`.
 

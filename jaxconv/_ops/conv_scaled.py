@@ -6,7 +6,6 @@ Inference only: there is no derivative.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -91,22 +90,6 @@ def _by_parts(p: ScaledConvProblem, x: Array, w: Array, *rest: Array) -> list[Ar
     return reference.conv_scaled(p, x, w, *rest)
 
 
-def _batch(
-    op: primitives.Kernel, p: ScaledConvProblem, args: list[Array], dims: list[int | None]
-) -> primitives.Batched:
-    """Mapped images and residuals fold into N. Mapped filters and scales: the sums fold theirs into K."""
-    size, kinds = primitives.batch_size(args, dims), op.operand_kinds(p)
-    folds = ("x", "x2", "residual")
-    if not all(dim is None or kind in folds for dim, kind in zip(dims, kinds, strict=True)):
-        outs = jax.vmap(functools.partial(op.reference, p), in_axes=tuple(dims))(*args)
-        return outs, [0]
-    folded = [
-        primitives.fold(primitives.to_front(a, dim, size), 0, 0) if kind in folds else a
-        for a, dim, kind in zip(args, dims, kinds, strict=True)
-    ]
-    return [primitives.unfold(op(replace(p, batch=size * p.batch), *folded), size, 0)], [0]
-
-
 def _partition(p: ScaledConvProblem, operands: Sequence[str], results: Sequence[str]) -> sharding.Partition:
     """Images, groups, and without groups output channels may be split: what follows a sum needs all of it."""
     g = p.groups > 1
@@ -165,7 +148,7 @@ kernel = primitives.kernel(
         _attrs,
         _partition,
         layout=_layout,
-        batch=_batch,
+        batch=primitives.by_images("x", "x2", "residual"),  # mapped filters and scales fold into the sums' K
     ),
     reference=_by_parts,
     flops=_flops,

@@ -21,6 +21,7 @@ from jaxconv._problem import (
     PooledConvProblem,
     PoolProblem,
     ScaledConvProblem,
+    ShortcutConvProblem,
     SqueezeExciteProblem,
 )
 
@@ -205,6 +206,13 @@ def pool_refusal(plan: Plan, p: PoolProblem) -> str | None:
 def avg_pool_refusal(plan: Plan, p: PoolProblem) -> str | None:
     """conv_refusal of an average-pooling and its gradient."""
     return native.cpu.avg_pool_refusal(_pool(p), plan.kernel) or None
+
+
+def conv_shortcut_refusal(plan: Plan, p: ShortcutConvProblem, device: Device) -> str | None:
+    """conv_refusal of a convolution with a shortcut, channels last as its kernel reads them."""
+    conv, shortcut = (_conv(dataclasses.replace(q, name="", channels_last=True)) for q in (p.conv.bare(), p.shortcut))
+    made = plan.kernel, plan.tile, plan.splits, plan.chunk, *capability(device), device.sm_count
+    return native.cpu.conv_shortcut_refusal(conv, shortcut, *made) or None
 
 
 def conv_pooled_refusal(plan: Plan, p: PooledConvProblem, device: Device) -> str | None:

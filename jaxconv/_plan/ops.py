@@ -12,6 +12,7 @@ from jaxconv._plan import (
     conv_normalised,
     conv_pooled,
     conv_scaled,
+    conv_shortcut,
     conv_statistics,
     dense,
     groupnorm,
@@ -30,6 +31,7 @@ _TABLE: dict[type[Planner], str] = {
     conv_dgrad_add.GradientAdd: "conv_gradient_add",
     conv_dgrad_add.NormGradient: "conv_norm_gradient",
     conv_pooled.ConvPooled: "conv_pooled",
+    conv_shortcut.ConvShortcut: "conv_shortcut",
     conv_integer.ConvInteger: "conv_integer",
     conv_scaled.ConvScaled: "conv_scaled",
     conv_normalised.ConvNormalised: (

@@ -15,6 +15,7 @@ from jaxconv._problem.conv import (
     ConvProblem,
     NormalisedConvProblem,
     PooledConvProblem,
+    ShortcutConvProblem,
     Together,
 )
 from jaxconv._problem.conv_integer import INTEGERS, IntegerConvProblem
@@ -115,6 +116,7 @@ __all__ = [
     "PooledConvProblem",
     "Precision",
     "ScaledConvProblem",
+    "ShortcutConvProblem",
     "SqueezeExciteAlgorithm",
     "SqueezeExciteProblem",
     "Together",

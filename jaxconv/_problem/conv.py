@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import jax
 import numpy as np
@@ -39,6 +39,8 @@ from jaxconv._problem.parse import (
     transposed_extent,
 )
 from jaxconv._problem.pool import PoolProblem
+
+AnyConv = TypeVar("AnyConv", bound="ConvProblem")
 
 # The largest stride, dilation or pad that native code takes: kMaxStep in common/problem.h.
 MAX_STEP = 2**31 - 1
@@ -158,6 +160,12 @@ class ConvProblem:
         """Floating-point operations of each of fprop, dgrad, wgrad."""
         taps = int(np.prod(self.filter)) * int(np.prod(self.out_spatial))
         return 2 * self.batch * self.out_channels * (self.in_channels // self.groups) * taps
+
+    @property
+    def projects(self) -> bool:
+        """One tap and one group, without padding: it may be a shortcut (ShortcutConvProblem)."""
+        one_tap = math.prod(self.filter) == 1 and set(self.padding) == {(0, 0)}
+        return one_tap and self.groups == 1 and all(map(is_number, self.in_spatial))
 
     # ---- readings
     def within_limits(self) -> ConvProblem:
@@ -459,6 +467,59 @@ class AddedConvProblem(ConvProblem):
 
     def __str__(self) -> str:
         return super().__str__() + " + residual" * self.residual
+
+
+@dataclasses.dataclass(frozen=True)
+class ShortcutConvProblem(ConvProblem):
+    """A convolution and a shortcut, a second one of one tap and one group, without padding, whose sums are added."""
+
+    # Of the shortcut; () is none.
+    shortcut_channels: int = 0
+    shortcut_spatial: tuple[int, ...] = ()
+    shortcut_stride: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, conv: ConvProblem, shortcut: ConvProblem) -> ShortcutConvProblem:
+        """`shortcut` has y's pixels and channels."""
+        return cls(
+            **conv.fields(),
+            shortcut_channels=shortcut.in_channels,
+            shortcut_spatial=shortcut.in_spatial,
+            shortcut_stride=shortcut.stride,
+        )
+
+    @property
+    def has_shortcut(self) -> bool:
+        return bool(self.shortcut_stride)
+
+    @property
+    def conv(self) -> ConvProblem:
+        """The convolution of x and w, with what is behind all sums."""
+        return ConvProblem(**self.fields())
+
+    @property
+    def shortcut(self) -> ConvProblem:
+        """The one of x2 and w2, with nothing behind its sums."""
+        return self.as_shortcut(self.conv.bare())
+
+    def as_shortcut(self, p: AnyConv) -> AnyConv:
+        """p as a convolution of x2 and w2."""
+        ones = (1,) * self.nd
+        return dataclasses.replace(
+            p,
+            in_channels=self.shortcut_channels,
+            in_spatial=self.shortcut_spatial,
+            filter=ones,
+            stride=self.shortcut_stride,
+            padding=((0, 0),) * self.nd,
+            dilation=ones,
+        )
+
+    def __str__(self) -> str:
+        if not self.has_shortcut:
+            return super().__str__()
+        extents = "x".join(map(str, self.shortcut_spatial))
+        return f"{super().__str__()} + shortcut {extents} {self.shortcut_channels}->{self.out_channels}"
 
 
 @dataclasses.dataclass(frozen=True)

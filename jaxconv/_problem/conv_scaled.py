@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxconv._problem.conv import ConvProblem
+from jaxconv._problem.conv import ConvProblem, ShortcutConvProblem
 from jaxconv._problem.conv_integer import IntegerConvProblem
 from jaxconv._problem.dense import DenseProblem
 from jaxconv._problem.parse import as_mask, epilogue, shapes
@@ -23,8 +23,8 @@ SCALED_RESULTS = (*EIGHT_BITS, "bfloat16", "float16", "float32")
 
 
 @dataclasses.dataclass(frozen=True)
-class ScaledConvProblem(ConvProblem):
-    """A convolution of 8-bit x and w; reference.conv_scaled has its meaning. `dtype` is x's."""
+class ScaledConvProblem(ShortcutConvProblem):
+    """A convolution of 8-bit x and w, perhaps with a shortcut: see reference.conv_scaled. `dtype` is x's."""
 
     w_dtype: str = ""
     out_dtype: str = ""
@@ -34,32 +34,14 @@ class ScaledConvProblem(ConvProblem):
     residual_scaled: bool = False
     out_scaled: bool = False
     product: bool = False  # a dense layer, of images of one pixel: XLA has a product for it
-    # Of a second convolution, whose sums are added: one tap, one group, no padding. () is none.
-    shortcut_channels: int = 0
-    shortcut_spatial: tuple[int, ...] = ()
-    shortcut_stride: tuple[int, ...] = ()
 
     @property
     def residual(self) -> bool:
         return self.residual_dtype is not None
 
     @property
-    def has_shortcut(self) -> bool:
-        return bool(self.shortcut_stride)
-
-    @property
     def shortcut(self) -> ScaledConvProblem:
-        """The sums of x2 and w2."""
-        ones = (1,) * self.nd
-        return dataclasses.replace(
-            self.sums(),
-            in_channels=self.shortcut_channels,
-            in_spatial=self.shortcut_spatial,
-            filter=ones,
-            stride=self.shortcut_stride,
-            padding=((0, 0),) * self.nd,
-            dilation=ones,
-        )
+        return self.as_shortcut(self.sums())
 
     def sums(self) -> ScaledConvProblem:
         """The convolution of x and w alone, with nothing behind it."""
@@ -118,9 +100,6 @@ class ScaledConvProblem(ConvProblem):
             text = text.replace(self.dtype, f"{self.dtype}*{self.w_dtype}", 1)
         parts = [text, *(["scale"] if self.scaled else [])]
         parts += [f"residual {self.residual_dtype}"] if self.residual_dtype else []
-        if self.has_shortcut:
-            extents = "x".join(map(str, self.shortcut_spatial))
-            parts.append(f"shortcut {extents} {self.shortcut_channels}->{self.out_channels}")
         return " + ".join(parts) + f" -> {self.out_dtype}"
 
     @classmethod

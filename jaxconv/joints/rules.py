@@ -23,7 +23,7 @@ from jaxconv import _plan
 from jaxconv._core import sharding
 from jaxconv._core.activations import Activation
 from jaxconv._core.graph import Array, Node, Value, number_of, scalar_of
-from jaxconv._ops import batchnorm, conv, conv_normalised, conv_pooled, dense, gated, layer, reference
+from jaxconv._ops import batchnorm, conv, conv_normalised, conv_pooled, conv_shortcut, dense, gated, layer, reference
 from jaxconv._problem import (
     AddedConvProblem,
     BatchNormConvProblem,
@@ -36,6 +36,7 @@ from jaxconv._problem import (
     NormalisedConvProblem,
     PooledConvProblem,
     PoolProblem,
+    ShortcutConvProblem,
 )
 from jaxconv.joints.program import Program
 
@@ -1065,6 +1066,40 @@ def pooled_to_8_bits(program: Program, node: Node, device: _plan.Device) -> bool
     return _with_conversion(program, [node, behind[0]], node.inputs, both, device)
 
 
+# ----------------------------------------------------------------------------------------------------------------------
+# Two convolutions whose results are added
+
+
+def convolution_and_shortcut(program: Program, node: Node, device: _plan.Device) -> bool:
+    """A convolution that adds the result of another one, of which either has one tap: a block's last one and its
+    shortcut. An activation stands behind the sum alone."""
+    p: ConvProblem = node.params["problem"]
+    before = maker(node.inputs[-1], "conv") or maker(node.inputs[-1], "conv_fprop")
+    if p.save_preactivation or before is None or split_by_type(*node.inputs, *before.inputs):
+        return False
+    q: ConvProblem = before.params["problem"]
+    forced = any(one.implementation is not None or one.algorithm is not None for one in (p, q))
+    if forced or q.save_preactivation or q.activation.name != "none" or p.channels_last != q.channels_last:
+        return False
+    inputs, outputs, count = [*node.inputs[:-1], *before.inputs], node.outputs, len(node.inputs) - 1
+    for main, shortcut, swapped in ((p, q, False), (q, p, True)):
+        if not shortcut.projects or main.groups > 1:
+            continue
+        both = ShortcutConvProblem.of(replace(main, bias=p.bias or q.bias, activation=p.activation), shortcut)
+        if not wants("conv_shortcut", both, device) or not program.fits([before, node], inputs, outputs):
+            continue
+
+        def call(*args: Array, both: ShortcutConvProblem = both, swapped: bool = swapped) -> list[Array]:
+            (x, w, *b), (x2, w2, *b2) = args[:count], args[count:]
+            biases = [functools.reduce(jnp.add, [*b, *b2])] if b or b2 else []
+            operands = (x2, w2, *biases, x, w) if swapped else (x, w, *biases, x2, w2)
+            return [conv_shortcut.kernel(both, *operands)]
+
+        program.splice([before, node], inputs, outputs, call, convolution_and_shortcut, p, q, both, swapped)
+        return True
+    return False
+
+
 # A rule that takes in more stands before one that takes in less.
 RULES = (
     Rule("two batch-norms of a residual block", ("jaxconv_batchnorm_train",), norm_and_shortcut),
@@ -1089,6 +1124,7 @@ RULES = (
     Rule("a dgrad through an activation that adds another gradient", ("add_any", "add"), gradient_and_add),
     Rule("a dgrad that takes a bias' gradient", ("jaxconv_conv_dgrad",), dgrad_and_sum),
     Rule("a convolution that takes its pooling's maxima", ("jaxconv_max_pool",), convolution_and_pooling),
+    Rule("a convolution that adds its shortcut's sums", ("jaxconv_conv_add",), convolution_and_shortcut),
     Rule("a pooled convolution that reads float32", ("jaxconv_conv_pooled",), pooled_from_float32),
     Rule("a pooled convolution that makes 8 bits", ("jaxconv_conv_pooled",), pooled_to_8_bits),
 )

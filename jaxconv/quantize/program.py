@@ -87,14 +87,9 @@ class Pair:
         if other.problem.activation.name != "none" or last.problem.channels_last != other.problem.channels_last:
             return None
         for main, shortcut in ((last, other), (other, last)):
-            if _takes_shortcut(main.problem) and _is_shortcut(shortcut.problem):
+            if _takes_shortcut(main.problem) and shortcut.problem.projects:
                 return cls(last, other, main, shortcut)
         return None
-
-
-def _is_shortcut(p: ConvProblem) -> bool:
-    one_tap = math.prod(p.filter) == 1 and set(p.padding) == {(0, 0)}
-    return one_tap and p.groups == 1 and all(map(is_number, p.in_spatial))
 
 
 def _takes_shortcut(p: ConvProblem) -> bool:

@@ -18,12 +18,36 @@
 namespace jaxconv::cuda {
 namespace {
 
+// A second convolution of one tap, whose sums are added.
+struct Shortcut {
+  const ConvProblem& p;
+  const void *x, *w;
+};
+
+// Of a product in 16 bit, with boxes of the tile's rows of pixels.
+Status EncodeShortcut(const Shortcut& s, int tile_m, int depth, const std::string& what,
+                      Sm90Product* g) {
+  const ConvProblem& q = s.p;
+  const TmaWalk walk = InputWalk(q);
+  for (int i = 0; i < 3; ++i) g->phase[1].step[i] = walk.step[i];
+  g->shortcut_steps = int(CeilDiv(q.c, depth));
+  g->shortcut_rank = Plain(q) ? 0 : Rank(q);
+  if (Plain(q)) {
+    JAXCONV_RETURN_IF_ERROR(EncodeTiled(q.dtype, MatrixTensor(s.x, q.c, 1, q.n * q.out_size()),
+                                        {0, 1, tile_m}, what + " x2", &g->a[1]));
+  } else {
+    JAXCONV_RETURN_IF_ERROR(EncodeIm2col(q.dtype, ImageTensor(s.x, Rank(q), q.c, q.in, q.n), walk,
+                                         tile_m, what + " x2", &g->a[1]));
+  }
+  return EncodeTiled(q.dtype, FilterTensor(q, s.w, 1), {0, 1, depth, 1}, what + " w2", &g->z);
+}
+
 // y = f(z), z = sum over taps and c of x * w + bias + residual, which may be null. `statistics`: null unless they are
-// wanted, which results without an activation have in 16 bit and TF32.
+// wanted, which results without an activation have in 16 bit and TF32. `shortcut`: null, or in 16 bit, without z.
 Status Product(const Context& ctx, const ConvProblem& p, const Epilogue& e, Sm90Choice choice,
                int splits, const void* x, const void* w, const void* bias, const void* residual,
                void* y, void* z, Workspace workspace, StatisticsParts* statistics,
-               const std::string& what) {
+               const Shortcut* shortcut, const std::string& what) {
   Device device;
   JAXCONV_RETURN_IF_ERROR(CurrentDevice(what, &device));
   const Sm90Arithmetic in = ArithmeticOf(p.dtype, p.full_float32);
@@ -94,6 +118,8 @@ Status Product(const Context& ctx, const ConvProblem& p, const Epilogue& e, Sm90
   JAXCONV_RETURN_IF_ERROR(EncodeTiled(
       in.element, transposed ? TransposedFilterTensor(p, w) : FilterTensor(p, w, in.terms),
       {0, 1, transposed ? FilterBoxRows(choice.tile) : in.depth, 1}, what + " w", &g.b, in.tf32));
+  if (shortcut != nullptr)
+    JAXCONV_RETURN_IF_ERROR(EncodeShortcut(*shortcut, tile_m, in.depth, what, &g));
   if (statistics != nullptr && in.tf32)
     return LaunchSm90StatisticsTf32(ctx, g, choice.tile, device.multiprocessors, statistics, what);
   if (p.dtype == DType::kF32)
@@ -128,7 +154,16 @@ Status Sm90Fprop(const Context& ctx, const ConvProblem& p, const Epilogue& e, co
   if (member == "halo_stream") return HaloStreamFprop(ctx, p, e, x, w, bias, y, z, what);
   if (member == "halo_3d") return Halo3dFprop(ctx, p, e, x, w, bias, y, z, what);
   return Product(ctx, p, e, ReadSm90Choice(member, plan.tile), plan.splits, x, w, bias, residual, y,
-                 z, workspace, nullptr, what);
+                 z, workspace, nullptr, nullptr, what);
+}
+
+Status Sm90Shortcut(const Context& ctx, const ConvProblem& p, const Epilogue& e,
+                    const ConvProblem& q, const Plan& plan, const ConvShortcutArrays& a,
+                    Workspace workspace) {
+  const Shortcut shortcut = {q, a.x2, a.w2};
+  return Product(ctx, p, e, ReadSm90Choice(MemberOf(plan.kernel), plan.tile), 1, a.x, a.w, a.b,
+                 nullptr, a.y, nullptr, workspace, nullptr, &shortcut,
+                 Describe("conv_shortcut", p, plan));
 }
 
 Status Sm90Statistics(const Context& ctx, const ConvProblem& p, const Plan& plan, const void* x,
@@ -143,8 +178,8 @@ Status Sm90Statistics(const Context& ctx, const ConvProblem& p, const Plan& plan
   parts.counts = reinterpret_cast<float*>(parts.moments + most * p.k);
   const Epilogue e = {bias != nullptr, Activation::kNone, 0.0, false};
   const Sm90Choice choice = {Sm90Kernel::kProduct, ReadTile(plan.tile)};
-  JAXCONV_RETURN_IF_ERROR(
-      Product(ctx, p, e, choice, 1, x, w, bias, residual, y, nullptr, workspace, &parts, what));
+  JAXCONV_RETURN_IF_ERROR(Product(ctx, p, e, choice, 1, x, w, bias, residual, y, nullptr, workspace,
+                                  &parts, nullptr, what));
   return CombineStatistics(ctx, parts, rows, p.k, mean, var, what);
 }
 

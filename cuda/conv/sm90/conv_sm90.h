@@ -29,6 +29,10 @@ namespace jaxconv::cuda {
 Status Sm90Fprop(const Context& ctx, const ConvProblem& p, const Epilogue& e, const Plan& plan,
                  const void* x, const void* w, const void* bias, const void* residual, void* y,
                  void* z, Workspace workspace);
+// ConvShortcut.
+Status Sm90Shortcut(const Context& ctx, const ConvProblem& p, const Epilogue& e,
+                    const ConvProblem& q, const Plan& plan, const ConvShortcutArrays& a,
+                    Workspace workspace);
 // fprop, plus bias and residual, which may be null, and the mean and biased variance of each of y's channels, (K), float32.
 // n * out_size() must not be 0.
 Status Sm90Statistics(const Context& ctx, const ConvProblem& p, const Plan& plan, const void* x,

@@ -193,6 +193,19 @@ inline std::string RefuseProduct(ConvOp op, const ConvProblem& p, const Plan& pl
                         fprop ? p.group_c() : p.group_k(), p.groups, device);
 }
 
+// fprop whose sums those of `q`, of one tap, are added to.
+inline std::string RefuseShortcut(const ConvProblem& p, const ConvProblem& q, const Plan& plan,
+                                  const Device& device) {
+  if (p.dtype == DType::kF32) return "with a shortcut it takes 16-bit arrays only";
+  if (p.groups > 1 || q.groups > 1) return "with a shortcut it takes one group";
+  if (std::string why = RefuseAll(ConvOp::kFprop, p, device); !why.empty()) return why;
+  if (std::string why = RefuseAll(ConvOp::kFprop, q, device); !why.empty())
+    return "its shortcut: " + why;
+  ConvProblem both = p;  // of as many products, but for those of other taps
+  both.c = p.c + q.c;
+  return RefuseProduct(ConvOp::kFprop, both, plan, device);
+}
+
 // dgrad with a batch-norm's sums.
 inline std::string RefuseSums(const ConvProblem& p, std::string_view tile, const Device& device) {
   const bool single = p.dtype == DType::kF32;

@@ -73,15 +73,14 @@ Status Sm90EightFprop(const Context& ctx, const ScaledConvProblem& s, const Plan
   const int depth_of_box = halves ? 64 : 128;
   const ConvProblem& q = s.shortcut;
   if (s.has_shortcut) {
-    e.shortcut_channels = int(q.c);
-    e.shortcut_steps = halves ? 0 : int(CeilDiv(q.c, 128));
+    g.shortcut_steps = halves ? 0 : int(CeilDiv(q.c, 128));
     const TmaWalk over = InputWalk(q);
     for (int i = 0; i < 3; ++i) g.phase[1].step[i] = over.step[i];
     if (Plain(q)) {
       JAXCONV_RETURN_IF_ERROR(EncodeBytes(MatrixTensor(a.x2, q.c, 1, pixels),
                                           {depth_of_box, 1, tile.rows}, what + " x2", &g.a[1]));
     } else {
-      e.shortcut_rank = uint8_t(Rank(q));
+      g.shortcut_rank = Rank(q);
       JAXCONV_RETURN_IF_ERROR(EncodeBytesIm2col(ImageTensor(a.x2, Rank(q), q.c, q.in, q.n), over,
                                                 tile.rows, what + " x2", &g.a[1], depth_of_box));
     }

@@ -1,0 +1,75 @@
+"""A convolution and its shortcut in one pass, or two calls."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable
+
+from jaxconv._plan import choose, domain
+from jaxconv._plan.plan import Device, Plan, extent_of
+from jaxconv._plan.planner import CUDA_ONLY, NO_SUCH_KERNEL, Planner, calls, disabled_text, plans_of
+from jaxconv._problem import ConvProblem, ShortcutConvProblem, family_of
+
+PRODUCT = "sm90/product"
+TILES = ("128x128", "128x256", "256x128", "256x64")
+# A tile's sum is not cut into parts. With 64 tiles one call took 0.0127 ms instead of 0.0177 for two (512 and 1024
+# channels to 2048 at 7x7, 8 images, H200). Fewer were not timed.
+LEAST_TILES = 64
+
+
+def tiles(p: ShortcutConvProblem) -> list[str]:
+    """Those that the kernel has, those first that the problem wants most: 128x128 was the fastest of a ResNet-50's
+    shortcuts at batches of 8, 32 and 256 (H200), but for one that lost 4 %."""
+    wanted = "256x64" if p.out_channels <= 64 else "128x128"
+    return sorted(TILES, key=lambda tile: tile != wanted)
+
+
+def count(p: ShortcutConvProblem) -> int:
+    """Tiles."""
+    m, n = extent_of(tiles(p)[0])
+    return -(-p.batch * math.prod(p.out_spatial) // m) * -(-p.out_channels // n)
+
+
+class ConvShortcut(Planner):
+    """In one pass the shortcut's result is neither written nor read."""
+
+    group = "conv"
+    algorithms = ("sm90",)
+
+    def made(self, algorithm: str, p: ShortcutConvProblem, device: Device) -> Plan | str:
+        if device.platform != "cuda":
+            return CUDA_ONLY
+        kernel, _, tile = algorithm.partition(" ")
+        if family_of(kernel) != "sm90":
+            return NO_SUCH_KERNEL
+        tile = tile or tiles(p)[0]
+        plan = Plan("native", "", PRODUCT, tile, asks_channels_last=not p.channels_last)
+        return domain.conv_shortcut_refusal(plan, p, device) or plan
+
+    def tiles(self, p: ShortcutConvProblem, device: Device) -> Iterable[Plan]:
+        return plans_of(self.made(f"{PRODUCT} {tile}", p, device) for tile in tiles(p))
+
+    def composed(self, p: ShortcutConvProblem, device: Device) -> Plan:
+        two = calls("two", "two convolutions, of which one adds the other's result")
+        if self.disabled(p):
+            return two(disabled_text())
+        if p.implementation == "xla" or self.empty(p):
+            return two(choose.plan("conv_add", p.conv, device).reason)
+        own = choose.refusal(self.op, p, device) or self.made(p.algorithm or "sm90", p, device)
+        if isinstance(own, str):
+            return two(own)
+        if p.implementation == "native" or p.algorithm is not None:
+            return dataclasses.replace(own, reason="it was asked for")
+        if count(p) < LEAST_TILES:
+            return two(f"it has {count(p)} tiles, and fewer than {LEAST_TILES} were not timed")
+        if math.prod(p.filter) > 1 and (why := self._faster_alone(p.conv, device)) is not None:
+            return two(why)
+        return dataclasses.replace(own, reason="the shortcut's sums are added in the same pass")
+
+    def _faster_alone(self, p: ConvProblem, device: Device) -> str | None:
+        """Why a filter of several taps has a plan of its own that takes no shortcut; None where it has the kernel."""
+        alone = choose.plan("conv_add", p, device)
+        if alone.implementation == "native" and alone.kernel == PRODUCT:
+            return None
+        return alone.reason
