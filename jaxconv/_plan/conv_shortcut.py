@@ -16,6 +16,9 @@ TILES = ("128x128", "128x256", "256x128", "256x64")
 # A tile's sum is not cut into parts. With 64 tiles one call took 0.0127 ms instead of 0.0177 for two (512 and 1024
 # channels to 2048 at 7x7, 8 images, H200). Fewer were not timed.
 LEAST_TILES = 64
+# Summed channels. One call saves a write and a read of y, 1e-12 s an element on an H200. Libraries' products are up to a
+# tenth faster than this one: of so many channels that is as much. 1536 were timed.
+MOST_CHANNELS = 3072
 
 
 def tiles(p: ShortcutConvProblem) -> list[str]:
@@ -63,6 +66,8 @@ class ConvShortcut(Planner):
             return dataclasses.replace(own, reason="it was asked for")
         if count(p) < LEAST_TILES:
             return two(f"it has {count(p)} tiles, and fewer than {LEAST_TILES} were not timed")
+        if p.in_channels + p.shortcut_channels > MOST_CHANNELS:
+            return two(f"of more than {MOST_CHANNELS} summed channels the products take most of the time")
         if math.prod(p.filter) > 1 and (why := self._faster_alone(p.conv, device)) is not None:
             return two(why)
         return dataclasses.replace(own, reason="the shortcut's sums are added in the same pass")
