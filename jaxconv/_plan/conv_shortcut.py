@@ -16,8 +16,8 @@ TILES = ("128x128", "128x256", "256x128", "256x64")
 # A tile's sum is not cut into parts. With 64 tiles one call took 0.0127 ms instead of 0.0177 for two (512 and 1024
 # channels to 2048 at 7x7, 8 images, H200). Fewer were not timed.
 LEAST_TILES = 64
-# Summed channels. One call saves a write and a read of y, 1e-12 s an element on an H200. Libraries' products are up to a
-# tenth faster than this one: of so many channels that is as much. 1536 were timed.
+# Summed channels. One call saves a write and a read of y, 1e-12 s an element on an H200. Libraries' products are up to
+# a tenth faster than this one: of so many channels that is as much. 1536 were timed.
 MOST_CHANNELS = 3072
 
 
