@@ -356,6 +356,26 @@ def test_plans_of_16_bits(name, code_for_gpus, monkeypatch):
     assert _plan.plan("conv_shortcut", of_16_bits(two), H200).kernel == "two"
 
 
+def test_a_filter_of_several_taps_has_its_own_plans_tile(code_for_gpus, monkeypatch):
+    """Or two calls, where that plan is another kernel."""
+    p = of_16_bits(Two(Case((256, 28, 28, 128), (3, 3, 128, 128)), (256, 28, 28, 64)))
+    real = _plan.choose.plan
+
+    def chosen(alone: _plan.Plan) -> _plan.Plan:
+        monkeypatch.setattr(
+            _plan.choose, "plan", lambda op, q, device: alone if op == "conv_add" else real(op, q, device)
+        )
+        return real("conv_shortcut", dataclasses.replace(p, name=alone.spec), H200)
+
+    for tile in of_tiles.TILES:
+        plan = chosen(_plan.Plan("native", "fast", "sm90/product", tile))
+        assert (plan.implementation, plan.kernel, plan.tile) == ("native", "sm90/product", tile)
+    for kernel, tile in (("sm90/halo", ""), ("sm90/product_swapped", "256x128"), ("sm90/product", "128x320")):
+        assert chosen(_plan.Plan("native", "fast", kernel, tile)).kernel == "two"
+    plan = chosen(_plan.Plan("xla", "XLA is faster"))
+    assert plan.kernel == "two" and "XLA is faster" in plan.reason
+
+
 @with_hoppers_code
 def test_of_a_frozen_block_by_default(code_for_gpus):
     """As lowered for an H200: one call, which reads both and adds no array like its result."""

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from jaxconv._plan import choose, domain
 from jaxconv._plan.plan import Device, Plan, extent_of
 from jaxconv._plan.planner import CUDA_ONLY, NO_SUCH_KERNEL, Planner, calls, disabled_text, plans_of
-from jaxconv._problem import ConvProblem, ShortcutConvProblem, family_of
+from jaxconv._problem import ShortcutConvProblem
 
 PRODUCT = "sm90/product"
 TILES = ("128x128", "128x256", "256x128", "256x64")
@@ -44,9 +44,9 @@ class ConvShortcut(Planner):
         if device.platform != "cuda":
             return CUDA_ONLY
         kernel, _, tile = algorithm.partition(" ")
-        if family_of(kernel) != "sm90":
-            return NO_SUCH_KERNEL
         tile = tile or tiles(p)[0]
+        if kernel not in ("sm90", PRODUCT) or tile not in TILES:
+            return NO_SUCH_KERNEL
         plan = Plan("native", "", PRODUCT, tile, asks_channels_last=not p.channels_last)
         return domain.conv_shortcut_refusal(plan, p, device) or plan
 
@@ -68,13 +68,10 @@ class ConvShortcut(Planner):
             return two(f"it has {count(p)} tiles, and fewer than {LEAST_TILES} were not timed")
         if p.in_channels + p.shortcut_channels > MOST_CHANNELS:
             return two(f"of more than {MOST_CHANNELS} summed channels the products take most of the time")
-        if math.prod(p.filter) > 1 and (why := self._faster_alone(p.conv, device)) is not None:
-            return two(why)
+        if math.prod(p.filter) > 1:
+            # Other kernels of such filters take no shortcut. Their tiles are those that were timed without one.
+            alone = choose.plan("conv_add", p.conv, device)
+            own = self.made(alone.spec, p, device) if alone.implementation == "native" else alone.reason
+            if isinstance(own, str):
+                return two(own)
         return dataclasses.replace(own, reason="the shortcut's sums are added in the same pass")
-
-    def _faster_alone(self, p: ConvProblem, device: Device) -> str | None:
-        """Why a filter of several taps has a plan of its own that takes no shortcut; None where it has the kernel."""
-        alone = choose.plan("conv_add", p, device)
-        if alone.implementation == "native" and alone.kernel == PRODUCT:
-            return None
-        return alone.reason
