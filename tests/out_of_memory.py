@@ -58,6 +58,7 @@ def calls(device: _plan.Device) -> Iterator[sanitize.Call]:
         for shape in shapes:
             yield from sanitize.conv_calls(DTYPE, True, algorithm, "default", shape)
     yield from sanitize.pooled_calls(DTYPE, (1024, 1024), 3, 64, 3, 1, 3)
+    yield from sanitize.shortcut_calls(DTYPE, (3, *PIXELS, 64), (1, 1, 64, 64), (3, *PIXELS, 64), 1)
     for algorithm in _problem.DENSE_ALGORITHMS:
         yield from sanitize.dense_calls(DTYPE, algorithm, "default", 3 * 512 * 512, 64, 64)
         yield from sanitize.gradient_calls("bfloat16", algorithm, 3 * 512 * 512, 64, 64)
