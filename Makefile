@@ -5,7 +5,7 @@
 # make docs     the site, in build/docs          make wheel      build the wheels, try them in empty environments
 # make clean    remove builds                    make sanitize   the native code under ASan and UBSan, called by hostile hands
 # make tsan     the same from several threads, under ThreadSanitizer
-# make mutants  61 small defects, each of which the tests must find
+# make mutants  64 small defects, each of which the tests must find
 # make libraries   accelerate, freeze and enable on Haiku's, Equinox's, Keras's, AQT's layers, Flax's examples
 # make fuzz     random cases of every property: MINUTES=15 SEED=7
 # make foreign  other projects' tests with jaxconv.enable on: SUITES=paths

@@ -299,7 +299,7 @@ struct PooledConv : ConvWith<wire::Epilogue, wire::Pool, wire::Narrow> {
   }
 };
 
-// A second convolution of one tap, without padding, of what x2, w2 and the stride say: it makes y's pixels and channels, as `p`.
+// Reads a second convolution from x2, w2 and the stride. It has one tap and no padding, and its result has y's shape, as p's.
 inline Status ReadShortcut(const Call& call, const wire::Window& window, const wire::Ints& stride,
                            const ConvProblem& p, ConvProblem* shortcut) {
   const AnyBuffer x2 = call[kX2], w2 = call[kW2];

@@ -29,6 +29,7 @@ from jaxconv import _enable, _plan, _problem
 from jaxconv._core import primitives
 from jaxconv._core.types import OfArguments, P
 from jaxconv._enable import forms
+from jaxconv._ops import conv_shortcut
 from jaxconv._ops.conv import conv_add, conv_kernel, fprop
 from jaxconv._plan import in_place, measured, tuned
 from jaxconv._plan.tuned import Results
@@ -249,6 +250,10 @@ def _jobs(f: Callable[..., Any], args: Any, kwargs: Any, device: _plan.Device) -
             if kernel is conv_add and _plan.plan("conv_add", problem, device).implementation == "native":
                 # Planned with the convolution that else would be an equation of its own.
                 kernel, problem, avals = conv_kernel if problem.bias else fprop, problem.affine(), avals[:-1]
+            if kernel is conv_shortcut.kernel:  # two that else would be equations of their own
+                x, w, *b, x2, w2 = avals
+                add(conv_kernel if b else fprop, problem.conv.affine(), [x, w, *b])
+                kernel, problem, avals = fprop, problem.shortcut, [x2, w2]
             add(kernel, problem, avals)
         elif equation.primitive is jax.lax.conv_general_dilated_p and _enable.is_on():
             lhs, rhs = avals

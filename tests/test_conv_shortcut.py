@@ -18,6 +18,7 @@ from test_conv_scaled import Case, Numbers, equal, expected, kernels, of_sums, s
 
 import jaxconv
 from jaxconv import _plan
+from jaxconv._core import sharding
 from jaxconv._ops import conv, conv_scaled, conv_shortcut
 from jaxconv._plan import conv_scaled as tiles_of
 from jaxconv._plan import conv_shortcut as of_tiles
@@ -309,21 +310,31 @@ def test_meaning_in_float32(name):
             np.testing.assert_allclose(got[i], ours(*one), 1e-4, 1e-4)
 
 
+MESHES = {
+    "images": (P("d"), P(), ()),
+    "filters": (P(), P(None, None, None, "d"), ()),
+    "rows": (P(None, "d"), P(), ("collective-permute",)),
+}
+
+
 @pytest.mark.skipif(jax.device_count() < 2, reason="one device")
-@pytest.mark.parametrize("split", ["images", "filters", "rows"])
-def test_16_bits_on_a_mesh(split):
-    """Images stay where they are. Other axes come together."""
-    two = CASES["few_channels"]
+@pytest.mark.parametrize("taps", [1, 3])
+@pytest.mark.parametrize("split", MESHES)
+def test_16_bits_on_a_mesh(split, taps):
+    """Nothing is gathered. Of rows that are split a larger filter fetches its neighbours'."""
+    two = Two(Case((2, 8, 6, 16), (taps, taps, 16, 32)), (2, 16, 12, 80), 2)
     p, operands = of_16_bits(two, "float32", precision="highest"), normal_operands(two, "float32")
-    mesh = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Auto,))
-    images = {"images": P("d"), "rows": P(None, "d"), "filters": P()}[split]
-    filters = P(None, None, None, "d") if split == "filters" else P()
-    far = images if split == "images" else P()
-    specs = images, filters, P("d") if split == "filters" else P(), far, filters
+    images, filters, moved = MESHES[split]
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    specs = images, filters, P("d") if split == "filters" else P(), images, filters
     given = [jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip(operands, specs, strict=True)]
-    program = jax.jit(functools.partial(conv_shortcut.kernel, p)).lower(*given).compile()
-    near(program(*given), *meant(two, operands), "float32")
-    assert "all-gather" not in program.as_text() or split != "images"
+    program = jax.jit(sharding.auto(conv_shortcut.kernel, p, mesh)).lower(*given).compile()
+    (got,) = jax.tree.leaves(program(*given))
+    near(got, *meant(two, operands), "float32")
+    out = P(*(images if split != "filters" else filters))
+    assert got.sharding.is_equivalent_to(NamedSharding(mesh, out), 4)
+    text = program.as_text()
+    assert "all-gather" not in text and ("collective-permute" in text) == (taps > 1 and bool(moved))
 
 
 RESNETS = {
@@ -344,6 +355,7 @@ def test_plans_of_16_bits(name, code_for_gpus, monkeypatch):
     for p, device, why in (
         (of_16_bits(two), A100, "compute capability 9.0"),
         (of_16_bits(two, "float32"), H200, "16-bit arrays only"),
+        (of_16_bits(two), dataclasses.replace(H200, partitioned=True), "would gather"),
         (of_16_bits(two, implementation="xla"), H200, "'xla' was asked for"),
         (dataclasses.replace(of_16_bits(two), batch=0), H200, "nothing to compute"),
         (dataclasses.replace(of_16_bits(two), shortcut_channels=20), H200, "its shortcut: it needs multiples of 8"),
@@ -371,7 +383,8 @@ def test_a_filter_of_several_taps_has_its_own_plans_tile(code_for_gpus, monkeypa
         plan = chosen(_plan.Plan("native", "fast", "sm90/product", tile))
         assert (plan.implementation, plan.kernel, plan.tile) == ("native", "sm90/product", tile)
     for kernel, tile in (("sm90/halo", ""), ("sm90/product_swapped", "256x128"), ("sm90/product", "128x320")):
-        assert chosen(_plan.Plan("native", "fast", kernel, tile)).kernel == "two"
+        plan = chosen(_plan.Plan("native", "fast", kernel, tile))
+        assert plan.kernel == "two" and f"{kernel} {tile}".strip() + ", the kernel of its own plan" in plan.reason
     plan = chosen(_plan.Plan("xla", "XLA is faster"))
     assert plan.kernel == "two" and "XLA is faster" in plan.reason
 

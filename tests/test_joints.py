@@ -257,6 +257,14 @@ ROWS: dict[str, Row] = {
         "conv_add",
         "conv_shortcut",
     ),
+    "added sums with two biases": Row(
+        lambda x, r, w, v, b, c: jax.nn.relu((conv(r, v) + c) + (conv(x, w) + b)),
+        (X, X, DEEP, DEEP, (16,), (16,)),
+        {ADDED_SUMS: 1},
+        {"conv_shortcut": 1},
+        "conv_add",
+        "conv_shortcut",
+    ),
     "added sums of more taps": Row(
         lambda x, r, w, v: jax.nn.relu(conv(x, w) + conv(r, v)),
         (X, X, (3, 3, 8, 16), (3, 3, 8, 16)),

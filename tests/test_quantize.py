@@ -645,21 +645,37 @@ class Summed(nn.Module):
         (lambda x: x.mean((1, 2)), True),
         (lambda x: x.astype(jnp.float32).sum((1, 2)), True),
         (lambda x: nn.max_pool(x, (2, 2), (2, 2)).mean((1, 2)), True),
-        (lambda x: x[:, :4, :4].mean((1, 2)), True),
-        (lambda x: x[:, :3, :3].mean((1, 2)), False),  # of nine
+        (lambda x: x[:, :3, :3].mean((1, 2)), True),
+        (lambda x: x.reshape(x.shape[0], -1, x.shape[-1]).mean(1), True),
+        (lambda x: x.sum(1).reshape(x.shape[0], -1), False),  # a sum over rows alone
         (lambda x: x.mean((1, 2)) + x[:, 0, 0], False),  # read as it is too
         (lambda x: (x * x).mean((1, 2)), False),  # not the sum of it
         (lambda x: x.sum((1, 2)) + x.max((1, 2)), False),
         (lambda x: x.reshape(x.shape[0], -1), False),  # no sum
     ),
 )
-def test_what_sums_of_many_alone_read_has_8_bits(read, narrow):
+def test_what_sums_over_pixels_alone_read_has_8_bits(read, narrow):
     model = Summed(read)
     variables = randomised(jax.eval_shape(model.init, KEY, X))
     q = jaxconv.freeze(model.apply, variables, quantize="int8", calibrate=[X])
     types = {layer.name: layer.out_dtype for layer in q.quantization if layer.narrow}
     assert types == {"Summed/middle": "uint8" if narrow else "float32"}
     assert LEAST["int8"] < signal_to_noise(jaxconv.freeze(model.apply, variables)(X), q(X)) < 60
+
+
+def test_a_last_mean_of_other_images_and_of_a_symbolic_batch():
+    """Whether it reads 8 bits does not depend on extents: the scales stay those of the calibration."""
+    model = Summed(lambda x: x.mean((1, 2)))
+    variables = randomised(jax.eval_shape(model.init, KEY, X))
+    q = jaxconv.freeze(model.apply, variables, quantize="int8", calibrate=[X])
+    wide = jaxconv.freeze(model.apply, variables)
+    for pixels in (3, 1, 20):
+        x = np.random.default_rng(pixels).standard_normal((2, pixels, pixels, 3)).astype(np.float32)
+        assert LEAST["int8"] < signal_to_noise(wide(x), q(x))
+    (b,) = export.symbolic_shape("b")
+    shape = jax.ShapeDtypeStruct((b, *X.shape[1:]), np.float32)
+    exported = export.export(jax.jit(q), disabled_checks=jaxconv.export_checks())(shape)
+    np.testing.assert_allclose(exported.call(X), q(X), rtol=1e-5, atol=1e-6)
 
 
 class Inverted(nn.Module):

@@ -266,6 +266,8 @@ class ConvCase(base.Case):
     def call_bytes(cls, op: str, problem: Any, item: int) -> float:
         y = problem.pool.y_shape if op == "conv_pooled" else problem.y_shape
         arrays = [problem.x_shape, problem.w_shape, y]
+        if op == "conv_shortcut":
+            arrays += [problem.shortcut.x_shape, problem.shortcut.w_shape]
         arrays += {
             "conv_dgrad_add": [problem.x_shape],
             "conv_add": [problem.y_shape],

@@ -53,7 +53,7 @@ constexpr bool EightHalves(TileSize tile, Number w, int64_t channels) {
 }
 
 // Of `p` are read: a[0] (rank_a), b, d[0] where d has 8 bits, c where the residual has (Sm90Added::kMatrix), the phase,
-// instances, n, channels, k_blocks. b is (k of all taps, 2, 4, 2, n / 16), a sixteen of n in the order of sm90_eight.cuh.
+// instances, n, channels, k_blocks, and a shortcut (in blocks of 64 k its stages are among k_blocks). b is (k of all taps, 2, 4, 2, n / 16), a sixteen of n in the order of sm90_eight.cuh.
 #define JAXCONV_DECLARE_EIGHT(X, W)                                                            \
   Status LaunchSm90Eight##X##W(const Context& ctx, Sm90Product& p, const Sm90EightEpilogue& e, \
                                TileSize tile, int multiprocessors, const std::string& what);

@@ -73,9 +73,10 @@ struct Sm90Product {
   int channels;  // of an instance, in a's and d's columns of pixels: k and n
   int k_blocks;  // blocks of 64 k (32 in TF32) in a tap
   int splits;    // parts that k, or taps times k, is cut into; more than 1 for few rows only
-  // A shortcut: products of a second A, a[1], of one tap, and a second B, whose map is z, behind those of A. One phase, one
-  // instance, and no saved z. Its stages; the rank of its columns, or 0: it is a matrix. Its step is phase[1]'s.
-  int shortcut_steps, shortcut_rank;
+  // A shortcut: products of a second A, a[1], of one tap, and a second B, whose map is z. They follow those of A and B. It needs
+  // one phase, one instance, and no saved z. Its step is phase[1]'s.
+  int shortcut_steps;       // stages behind those that the phase counts
+  int shortcut_rank;        // of a[1]'s columns; 0: a[1] is a matrix
   void *plain_d, *plain_z;  // few rows: d and z as they lie
   // Clusters: elements from a row of d, z and c to the next, from an instance of d and z; rows of a's boxes.
   int64_t row_d, instance_d;

@@ -217,7 +217,7 @@ def _conv_shard(p: ConvProblem, split: sharding.Split, x: Array, w: Array, *b: A
     return _of_rows(conv_kernel, p, halo.pixels(p, split), x, w, *b)
 
 
-def _conv_add_shard(p: ConvProblem, split: sharding.Split, x: Array, w: Array, *rest: Array) -> list[Array]:
+def add_shard(p: ConvProblem, split: sharding.Split, x: Array, w: Array, *rest: Array) -> list[Array]:
     """The residual is added once: where the input channels are split, to the sum over their parts."""
     *b, residual = rest
     if "c" in split:
@@ -257,7 +257,7 @@ def _added_shard(p: ConvProblem, split: sharding.Split, x: Array, w: Array, *res
     if not rest:
         return fprop_shard(p, split, x, w)
     assert isinstance(p, AddedConvProblem)
-    return (_conv_add_shard if p.residual else _conv_shard)(p.conv, split, x, w, *rest)
+    return (add_shard if p.residual else _conv_shard)(p.conv, split, x, w, *rest)
 
 
 def _dx_of_rows(p: ConvProblem, pixels: halo.Split, dy: Array, w: Array, *c: Array) -> list[Array]:
@@ -583,7 +583,7 @@ conv_add = primitives.kernel(
     reference=_conv_then_add,
     flops=_flops(of_y=1),
     channels="kc",
-    run=_conv_add_shard,
+    run=add_shard,
 )
 
 

@@ -37,25 +37,22 @@ def _two(p: ShortcutConvProblem, x: Array, w: Array, *rest: Array) -> list[Array
     return conv.with_residual(p.conv, x, w, *b, residual)[:1]
 
 
+def _shard(p: ShortcutConvProblem, split: sharding.Split, x: Array, w: Array, *rest: Array) -> list[Array]:
+    """Of pixels that are split the neighbours' rows are fetched for each convolution by itself."""
+    if set(split) <= {"n", "k"}:
+        return primitives.listed(kernel(p, x, w, *rest))
+    *b, x2, w2 = rest
+    (residual,) = conv.fprop_shard(p.shortcut, split, x2, w2)
+    return conv.add_shard(p.conv, split, x, w, *b, residual)[:1]
+
+
 def _partition(p: ShortcutConvProblem, operands: Sequence[str], results: Sequence[str]) -> sharding.Partition:
-    """Images may be split."""
-    pixels, out, taps, far, tap = ([f"{letter}{i}" for i in range(p.nd)] for letter in "pqtsu")
-
-    def activations(channels: str, spatial: Sequence[str]) -> str:
-        return " ".join(["n", *spatial, channels] if p.channels_last else ["n", channels, *spatial])
-
-    def filters(channels: str, taps: Sequence[str]) -> str:
-        return " ".join([*taps, channels, "k"] if p.channels_last else ["k", channels, *taps])
-
-    names = {"x": activations("c", pixels), "w": filters("c", taps), "b": "k", "y": activations("k", out)}
-    names |= {"x2": activations("d", far), "w2": filters("d", tap)}
-    return sharding.Partition(
-        operands=[names[kind] for kind in operands],
-        results=[names[kind] for kind in results],
-        split=["n"],
-        local=lambda parts: dataclasses.replace(p, batch=p.batch // parts["n"]),
-        sizes={},
-    )
+    """Images, pixels and output channels may be split."""
+    own = [kind for kind in operands if kind not in ("x2", "w2")]
+    axes = conv.partition(p, own, results, channels="k", run=_shard)
+    others = {"c": "d"} | {f"t{i}": f"u{i}" for i in range(p.nd)}  # input channels and taps are the shortcut's own
+    of_shortcut = [" ".join(others.get(name, name) for name in text.split()) for text in axes.operands[:2]]
+    return dataclasses.replace(axes, operands=[*axes.operands, *of_shortcut])
 
 
 def _flops(p: ShortcutConvProblem) -> int:

@@ -29,13 +29,11 @@ from jaxconv.quantize.layers import Layer, Reading
 from jaxconv.quantize.scales import Scale, filter_of, filter_scales, summed
 
 _AUTOMATIC: dict[str, Any] = dict(precision=None, return_preactivation=False, algorithm=None, implementation=None)
-# The name scopes of a layer's scales and biases, one a channel; and of a filter that others' scales are a part of, in
-# front of its array's name.
+# The name scopes of a layer's scales and biases, one a channel; and of a filter whose scales follow from another one's
+# too, in front of its array's name.
 FILTER_SCALE, FILTER_BIAS, FILTER_OF = "filter_scale", "filter_bias", "filter_of="
 # A bias of integers is at most twice this, which leaves half of int32's numbers to the sums.
 LARGEST_BIAS = 2.0**29
-# A sum of so many terms may read 8 bits.
-SUMMED = 16
 # Activations with f(a v) = a f(v) for a > 0: the factor to 8 bits is part of those in front.
 _HOMOGENEOUS = ("none", "relu", "leaky_relu")
 # Operations whose results are elements of their first operand, chosen by their order or place.
@@ -71,10 +69,10 @@ def _is_moving(node: Node) -> bool:
 class Pair:
     """Two convolutions whose results are added, as one call of `conv_scaled` with a shortcut."""
 
-    last: Layer  # whose result the sum is: its residual was the other one's result
+    last: Layer  # its result is the sum, its residual the other one's result
     other: Layer
-    main: Layer  # whichever of them
-    shortcut: Layer
+    main: Layer  # the one of both that may have several taps
+    shortcut: Layer  # the one of a tap
 
     @classmethod
     def of(cls, last: Layer, layers: Mapping[Node, Layer]) -> Pair | None:
@@ -93,13 +91,13 @@ class Pair:
 
 
 def _takes_shortcut(p: ConvProblem) -> bool:
-    """3x3 filters of at most 64 channels have a kernel that takes none (sm90/eight_halo)."""
+    """Most filters of several taps and at most 64 channels run on sm90/eight_halo, which takes no shortcut."""
     return p.groups == 1 and (math.prod(p.filter) == 1 or p.in_channels > 64)
 
 
 def is_averaged(v: Value) -> bool:
-    """Whether v is read for sums of many elements alone, as a mean over pixels is made of: a sum's relative error is
-    below that of its terms, and XLA fuses it with the conversion of what it reads."""
+    """Whether v is read for sums over pixels alone, of which a mean is made: XLA fuses a sum with the conversion of its
+    terms. The rule asks for axes, not for extents, so that inputs of other shapes have the same points."""
     front, seen, sums = [v], {v}, 0
     while front:
         for node in front.pop().users:
@@ -107,7 +105,7 @@ def is_averaged(v: Value) -> bool:
                 return False
             if node.name == "reduce_sum":
                 sums += 1
-                if not _is_of_many(node):
+                if not _is_over_pixels(node):
                     return False
             elif _is_moving(node):
                 front += [out for out in node.outputs if out not in seen]
@@ -117,9 +115,10 @@ def is_averaged(v: Value) -> bool:
     return sums > 0
 
 
-def _is_of_many(node: Node) -> bool:
-    x, y = (v.shape for v in (node.inputs[0], node.outputs[0]))
-    return all(map(is_number, x)) and math.prod(x) >= SUMMED * math.prod(y)
+def _is_over_pixels(node: Node) -> bool:
+    """Whether a sum leaves two axes at most, as images and channels are."""
+    ndim = len(node.inputs[0].shape)
+    return ndim >= 3 and len(node.params["axes"]) >= ndim - 2
 
 
 class Narrowing:
@@ -237,8 +236,9 @@ class Evaluation:
         v = node.inputs[0] if node.inputs else None
         if node.name != "reduce_sum" or v in self._wide or v not in self._narrow:
             return False
-        terms = math.prod(v.shape[i] for i in node.params["axes"]) if all(map(is_number, v.shape)) else 2**31
-        return self._narrow[v][1].dtype in EIGHT_BIT_INTEGERS and terms < 2**23
+        terms = [v.shape[i] for i in node.params["axes"]]
+        few = all(map(is_number, terms)) and math.prod(terms) < 2**23  # of at most 255 each
+        return few and self._narrow[v][1].dtype in EIGHT_BIT_INTEGERS
 
     def _is_among_narrow(self, node: Node) -> bool:
         """Whether the node reads or makes what has 8 bits in memory, if XLA fuses it with the conversions around."""
@@ -305,11 +305,11 @@ class Evaluation:
         return [y]
 
     def _operands(self, parts: Sequence[Layer]) -> tuple[list[Array], list[Array], Array, Array | None]:
-        """Of layers whose sums are added: what each reads, its filter, what the sums are multiplied by, one a channel,
-        and the bias of all: of integers' sums in their unit.
+        """The operands of layers whose sums are added: each layer's input and filter, the factors of the sums (one a
+        channel), and the sum of the biases. Beside integers the bias is int32, in units of the sums.
 
-        Sums that are added have one unit. It is the largest of those that each would have by itself, so that the
-        errors of the others' filters are as large at most as the largest.
+        Sums that are added have one unit, the largest of the layers' own. So no filter is off by more than half of the
+        largest unit.
         """
         xs, x_scales = zip(*(self.narrow(layer.x) for layer in parts), strict=True)
         steps = [np.float32(scale.step) for scale in x_scales]
@@ -323,8 +323,8 @@ class Evaluation:
         of_integers = bias is not None and dtype == "int8"
         least = jnp.abs(bias) / np.float32(LARGEST_BIAS) if of_integers else None
         filters, units = [], []
-        for layer, step in zip(parts, steps, strict=True):
-            w, axis = self.filter_of(layer)
+        wide = [self.filter_of(layer) for layer in parts]
+        for (w, axis), step in zip(wide, steps, strict=True):
             narrow, own = filter_scales(w, axis, dtype, None if least is None else least / step)
             filters.append(narrow)
             with jax.named_scope(FILTER_SCALE):
@@ -333,8 +333,7 @@ class Evaluation:
             unit = functools.reduce(jnp.maximum, units)
         if len(parts) > 1:
             filters = []
-            for layer, step in zip(parts, steps, strict=True):
-                w, axis = self.filter_of(layer)
+            for layer, (w, axis), step in zip(parts, wide, steps, strict=True):
                 with jax.named_scope(f"{FILTER_OF}{layer.weight}"):
                     filters.append(filter_of(w, axis, dtype, unit / step))
         if of_integers:

@@ -21,6 +21,7 @@ from jax import lax
 from jaxconv._core import sharding
 from jaxconv._core.graph import Array
 from jaxconv._ops import reference
+from jaxconv._problem import is_number
 
 # The largest number of each type; those of int8 are -127 to 127 in filters.
 LARGEST = {"int8": 127.0, "uint8": 255.0, "float8_e4m3fn": 448.0}
@@ -141,12 +142,14 @@ def _integral(u: np.ndarray, largest: float) -> np.ndarray:
 def summed(q: Array, axes: Sequence[int]) -> Array:
     """The sums of int8 or uint8 over `axes`, int32.
 
-    XLA's sums over pixels take a time for each element, whatever its size. So four channels are summed as one int32, in
-    two halves of 16 bits each: 256 x 7 x 7 x 2048 elements take 18 us instead of 40 (H200).
+    XLA's sums over pixels take a time for each element, whatever its size. So four channels are one number of 32 bits,
+    of which two sums hold two channels each, 16 bits a channel: 256 x 7 x 7 x 2048 elements take 18 us instead of 40
+    (H200).
     """
     count = math.prod(q.shape[i] for i in axes)
     split = sharding.explicit_mesh([jax.typeof(q)]) is not None  # channels may be
-    if count > 65535 // 255 or q.ndim - 1 in axes or q.shape[-1] % 4 or split:
+    symbolic = not all(map(is_number, q.shape))  # JAX cannot refine the shape of another type's
+    if symbolic or split or count > 65535 // 255 or q.ndim - 1 in axes or q.shape[-1] % 4:
         return jnp.sum(q, axes, jnp.int32)
     shift = 128 if q.dtype == jnp.int8 else 0
     bytes_ = lax.bitcast_convert_type(q, jnp.uint8) ^ jnp.uint8(shift)  # none is negative

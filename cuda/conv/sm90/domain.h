@@ -193,7 +193,7 @@ inline std::string RefuseProduct(ConvOp op, const ConvProblem& p, const Plan& pl
                         fprop ? p.group_c() : p.group_k(), p.groups, device);
 }
 
-// fprop whose sums those of `q`, of one tap, are added to.
+// fprop. The sums of `q`, a convolution of one tap, are added to its sums.
 inline std::string RefuseShortcut(const ConvProblem& p, const ConvProblem& q, const Plan& plan,
                                   const Device& device) {
   if (p.dtype == DType::kF32) return "with a shortcut it takes 16-bit arrays only";
@@ -201,7 +201,7 @@ inline std::string RefuseShortcut(const ConvProblem& p, const ConvProblem& q, co
   if (std::string why = RefuseAll(ConvOp::kFprop, p, device); !why.empty()) return why;
   if (std::string why = RefuseAll(ConvOp::kFprop, q, device); !why.empty())
     return "its shortcut: " + why;
-  ConvProblem both = p;  // of as many products, but for those of other taps
+  ConvProblem both = p;  // tiles and blocks are counted as for one convolution of all channels
   both.c = p.c + q.c;
   return RefuseProduct(ConvOp::kFprop, both, plan, device);
 }
