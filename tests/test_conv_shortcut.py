@@ -22,6 +22,7 @@ from jaxconv._core import sharding
 from jaxconv._ops import conv, conv_scaled, conv_shortcut
 from jaxconv._plan import conv_scaled as tiles_of
 from jaxconv._plan import conv_shortcut as of_tiles
+from jaxconv._plan import domain
 from jaxconv._problem import EIGHT_BIT_INTEGERS, FLOAT8, ConvProblem, ScaledConvProblem, ShortcutConvProblem
 
 
@@ -404,3 +405,32 @@ def test_of_a_frozen_block_by_default(code_for_gpus):
         frozen = jaxconv.freeze(block, weights)
         text = jax.jit(frozen).trace(x, x2).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("@jaxconv_") == text.count("@jaxconv_conv_shortcut_v2") == 1
+
+
+def test_refusals():
+    """What the domain says of each, on a Hopper GPU."""
+    product = _plan.Plan("native", "", "sm90/product", "128x128")
+    p = of_16_bits(RESNETS["s2"][0])
+    for plan, change, why in (
+        (product, {}, None),
+        (dataclasses.replace(product, kernel="sm90/halo", tile=""), {}, "only sm90/product takes a shortcut"),
+        (dataclasses.replace(product, splits=2), {}, "it has no splits, got 2"),
+        (dataclasses.replace(product, tile="64x64"), {}, 'it has no tile "64x64"'),
+        (product, dict(dtype="float32"), "with a shortcut it takes 16-bit arrays only"),
+        (product, dict(groups=2), "with a shortcut it takes one group"),
+        (product, dict(in_channels=132), "it needs multiples of 8 channels a group, got 132"),
+        (product, dict(shortcut_channels=20), "its shortcut: it needs multiples of 8 channels a group, got 20"),
+        (product, dict(shortcut_stride=(9, 9), shortcut_spatial=(252, 252)), "its shortcut: "),
+        (product, dict(batch=2**22), "2^31 pixels"),
+    ):
+        said = domain.conv_shortcut_refusal(plan, dataclasses.replace(p, **change), H200)
+        assert said is None if why is None else why in (said or ""), said
+    assert "compute capability 9.0" in (domain.conv_shortcut_refusal(product, p, A100) or "")
+    eight = problem(Two(Case((2, 5, 5, 256), (3, 3, 256, 64)), (2, 5, 5, 64)))
+    for kernel, change, why in (
+        ("sm90/eight", {}, None),
+        ("sm90/eight", dict(groups=2), "a shortcut has one group"),
+        ("sm90/eight_halo", dict(in_channels=64), "it takes no shortcut"),
+    ):
+        said = domain.conv_scaled_refusal(_plan.Plan("native", "", kernel), dataclasses.replace(eight, **change), H200)
+        assert said is None if why is None else why in (said or ""), said

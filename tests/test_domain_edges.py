@@ -995,7 +995,7 @@ def test_every_sentence_is_tried(tmp_path):
     here = pathlib.Path(__file__).parent
     files = [
         *sorted(here.glob("test_domain_*.py")),
-        *(here / f"test_{n}.py" for n in ("conv_integer", "conv_scaled", "groupnorm", "pool")),
+        *(here / f"test_{n}.py" for n in ("conv_integer", "conv_scaled", "conv_shortcut", "groupnorm", "pool")),
     ]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "what_is_said", "-p", "no:cacheprovider", "-k"]
     command += [
