@@ -391,6 +391,7 @@ def test_refusals(case, why):
     assert "only stem/sm90_pooled" in domain.conv_pooled_refusal(_plan.Plan("native", "", "stem/mma"), base, H200)
     for change, text in (
         (dict(x_dtype="float32", y_dtype="int8", y_scale=0.5), None),
+        (dict(batch=0), "there is nothing to compute"),
         (dict(x_dtype="float16"), "beside 16 bits it reads float32"),
         (dict(y_dtype="float8_e4m3fn", y_scale=0.5), "it makes int8 and uint8 of multiples of 16"),
     ):

@@ -190,8 +190,8 @@ def problem(two: Two, dtype: str = "int8") -> ScaledConvProblem:
     ("c", "c2", "stride", "why"),
     [
         (64, 64, 1, None),
-        (64, 24, 1, "its shortcut: in 8 bits it needs multiples of 16 channels a group, got 24 and 64"),
-        (64, 64, 9, "its shortcut: "),
+        (64, 24, 1, "in its shortcut in 8 bits it needs multiples of 16 channels a group, got 24 and 64"),
+        (64, 64, 9, "in its shortcut "),
     ],
 )
 def test_what_the_kernel_takes(c, c2, stride, why):
@@ -359,7 +359,7 @@ def test_plans_of_16_bits(name, code_for_gpus, monkeypatch):
         (of_16_bits(two), dataclasses.replace(H200, partitioned=True), "would gather"),
         (of_16_bits(two, implementation="xla"), H200, "'xla' was asked for"),
         (dataclasses.replace(of_16_bits(two), batch=0), H200, "nothing to compute"),
-        (dataclasses.replace(of_16_bits(two), shortcut_channels=20), H200, "its shortcut: it needs multiples of 8"),
+        (dataclasses.replace(of_16_bits(two), shortcut_channels=20), H200, "in its shortcut it needs multiples of 8"),
         (dataclasses.replace(of_16_bits(two), algorithm="direct"), H200, "there is no such kernel"),
         (dataclasses.replace(of_16_bits(RESNETS["s1"][0]), shortcut_channels=3072), H200, "more than 3072 summed"),
     ):
@@ -419,8 +419,8 @@ def test_refusals():
         (product, dict(dtype="float32"), "with a shortcut it takes 16-bit arrays only"),
         (product, dict(groups=2), "with a shortcut it takes one group"),
         (product, dict(in_channels=132), "it needs multiples of 8 channels a group, got 132"),
-        (product, dict(shortcut_channels=20), "its shortcut: it needs multiples of 8 channels a group, got 20"),
-        (product, dict(shortcut_stride=(9, 9), shortcut_spatial=(252, 252)), "its shortcut: "),
+        (product, dict(shortcut_channels=20), "in its shortcut it needs multiples of 8 channels a group, got 20"),
+        (product, dict(shortcut_stride=(9, 9), shortcut_spatial=(252, 252)), "in its shortcut "),
         (product, dict(batch=2**22), "2^31 pixels"),
     ):
         said = domain.conv_shortcut_refusal(plan, dataclasses.replace(p, **change), H200)

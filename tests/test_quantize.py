@@ -1011,6 +1011,34 @@ def test_inside_an_explicit_mesh():
             np.testing.assert_allclose(found[name], wanted, rtol=1e-4, atol=1e-4 * np.abs(wanted).max())
 
 
+class Split(nn.Module):
+    """A layer in the middle whose images are split over a mesh, if `spec` says so."""
+
+    spec: Any
+
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        placed = (lambda x, spec: x) if self.spec is None else jax.sharding.reshard
+        x = placed(nn.relu(nn.Conv(16, (3, 3), name="first")(x)), self.spec)
+        x = nn.relu(nn.Conv(32, (1, 1), name="middle")(x)).mean((1, 2))
+        return nn.Dense(10, name="last")(placed(x, jax.P()))
+
+
+@pytest.mark.skipif(jax.device_count() < 2, reason="it takes two devices")
+def test_a_point_that_the_program_splits_over_an_explicit_mesh():
+    """Its numbers are counted as those of one device."""
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,), devices=jax.devices()[:2])
+    plain, split = Split(None), Split(jax.P("data"))
+    variables = randomised(jax.eval_shape(plain.init, KEY, X))
+    expected = jaxconv.freeze(plain.apply, variables, quantize="int8", calibrate=[X])
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(variables, jax.sharding.NamedSharding(mesh, jax.P()))
+        q = jaxconv.freeze(split.apply, placed, quantize="int8", calibrate=[X])
+        got = q(jax.device_put(X, jax.sharding.NamedSharding(mesh, jax.P())))
+    assert q.quantization.scales == expected.quantization.scales
+    np.testing.assert_allclose(got, expected(X), rtol=1e-5, atol=1e-6)
+
+
 def test_a_layer_without_a_name_is_named_as_the_table_does():
     """Of a function that closes over its weights. An empty name is none."""
     weights = _chain_weights()

@@ -85,6 +85,8 @@ def _no_derivative(scale: Scale, primals: Any, tangents: Any) -> Any:
 def statistics(x: Array) -> tuple[Array, Array, Array]:
     """(how many elements have each magnitude, their least, their largest) of an array, all in float32."""
     x = x.astype(jnp.float32)
+    if sharding.explicit_mesh([jax.typeof(x)]) is not None:  # counts are of all devices' numbers
+        x = jax.sharding.reshard(x, jax.P())
     magnitudes = (lax.bitcast_convert_type(x, jnp.uint32) >> 16) & (BINS - 1)
     counts = jnp.zeros(BINS, jnp.uint32).at[magnitudes.reshape(-1)].add(1)
     return counts, jnp.min(x), jnp.max(x)

@@ -200,7 +200,7 @@ inline std::string RefuseShortcut(const ConvProblem& p, const ConvProblem& q, co
   if (p.groups > 1 || q.groups > 1) return "with a shortcut it takes one group";
   if (std::string why = RefuseAll(ConvOp::kFprop, p, device); !why.empty()) return why;
   if (std::string why = RefuseAll(ConvOp::kFprop, q, device); !why.empty())
-    return "its shortcut: " + why;
+    return "in its shortcut " + why;
   ConvProblem both = p;  // tiles and blocks are counted as for one convolution of all channels
   both.c = p.c + q.c;
   return RefuseProduct(ConvOp::kFprop, both, plan, device);

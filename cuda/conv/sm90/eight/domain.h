@@ -84,10 +84,10 @@ inline std::string RefuseEight(const ScaledConvProblem& s, const Plan& plan, con
     if (p.groups > 1) return "a shortcut has one group";
     const ConvProblem& q = s.shortcut;
     if (std::string why = RefuseEightArrays(q, plan, device); !why.empty())
-      return "its shortcut: " + why;
+      return "in its shortcut " + why;
     if (!Plain(q)) {
       const std::string why = RefuseImages(Rank(q), q.in, InputWalk(q));
-      if (!why.empty()) return "its shortcut: " + why;
+      if (!why.empty()) return "in its shortcut " + why;
     }
   }
   if (!Plain(p)) {
