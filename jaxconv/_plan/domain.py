@@ -103,8 +103,7 @@ def conv_scaled_refusal(plan: Plan, p: ScaledConvProblem, device: Device) -> str
     """conv_refusal of a convolution of 8-bit numbers, channels last as its kernel reads them."""
 
     def of(p: ScaledConvProblem) -> Any:
-        bare = ConvProblem(**p.fields()).bare()
-        return _conv(dataclasses.replace(bare, name="", dtype="float32", channels_last=True))
+        return _conv(dataclasses.replace(p.conv.bare(), name="", dtype="float32", channels_last=True))
 
     types = p.dtype, p.w_dtype, p.out_dtype
     made = plan.kernel, plan.tile, plan.splits, plan.chunk, *capability(device), device.sm_count

@@ -308,8 +308,8 @@ class Evaluation:
         """The operands of layers whose sums are added: each layer's input and filter, the factors of the sums (one a
         channel), and the sum of the biases. Beside integers the bias is int32, in units of the sums.
 
-        Sums that are added have one unit, the largest of the layers' own. So no filter is off by more than half of the
-        largest unit.
+        Sums that are added have one unit, the largest of the layers' own. Rounding moves a filter's element by
+        half of its unit at most.
         """
         xs, x_scales = zip(*(self.narrow(layer.x) for layer in parts), strict=True)
         steps = [np.float32(scale.step) for scale in x_scales]
