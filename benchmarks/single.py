@@ -32,6 +32,7 @@ CALLS = {
     "jit_graphs": "`jax.jit(predict)(x)`, `graph_options`",
     "compiled": "compiled, without `graph_options`",
     "compiled_graphs": "compiled",
+    "kept": "compiled, the last answer kept until the next is there",
     "donated": "compiled, x donated",
     "replaced": "compiled, the last answer donated",
     "polled": "compiled, `is_ready()` asked again and again",
@@ -87,6 +88,7 @@ def ways(
         "jit_graphs": Call(here, jax.jit(predict, compiler_options=graphs)),
         "compiled": Call(here, compiled(options)),
         SPLIT: Call(here, captured),
+        "kept": _kept(captured, x),
     }
     if options:
         del found["call"]
@@ -116,9 +118,20 @@ def ways(
     return found, remarks
 
 
+def _kept(program: Callable[[jax.Array], jax.Array], x: jax.Array) -> Call:
+    """Each answer lies elsewhere than the one before it, which is alive while it is made: XLA updates the CUDA graph."""
+    last = [program(x)]
+
+    def start(x: jax.Array) -> jax.Array:
+        last[0] = program(x)
+        return last[0]
+
+    return Call(lambda: x, start)
+
+
 def _replaced(predict: Callable[[Any], jax.Array], x: jax.Array, y: jax.Array, options: Mapping[str, Any]) -> Call:
-    """Each answer lies where the one before it lay. XLA updates a CUDA graph when an address in it is another one, but
-    on an H200 the call took as long as without."""
+    """Each answer takes the place of the one before it, as where that one is deleted before the call: XLA updates a CUDA
+    graph when an address in it is another one."""
     into = jax.jit(lambda x, last: predict(x), donate_argnums=1, keep_unused=True, compiler_options=dict(options))
     program, last = into.lower(x, y).compile(), [y]
 

@@ -23,7 +23,7 @@ import jaxconv
 from jaxconv import _plan
 from jaxconv._core import primitives
 from jaxconv.accelerate import activations
-from jaxconv.quantize import calibrate, scales
+from jaxconv.quantize import calibrate, gain, scales
 
 PIXELS = 8
 
@@ -692,8 +692,9 @@ class Inverted(nn.Module):
         return nn.Dense(10, name="last")(x.mean((1, 2)))
 
 
-def test_what_leaves_8_bits_in_a_mobilenet():
-    """Depthwise convolutions, and what they read and make; shortcuts do not."""
+def test_what_leaves_8_bits_in_a_mobilenet(monkeypatch):
+    """Depthwise convolutions, and what they read and make; shortcuts do not. All layers gain here."""
+    monkeypatch.setattr(gain, "PRODUCTS", {2: 0.1, 4: 0.1})
     model = Inverted()
     variables = randomised(jax.eval_shape(model.init, KEY, X))
     q = jaxconv.freeze(model.apply, variables, quantize="int8", calibrate=[X])
@@ -708,6 +709,73 @@ def test_what_leaves_8_bits_in_a_mobilenet():
     called = [e for e in primitives.equations(jaxpr.jaxpr) if e.primitive.name == "jaxconv_conv_scaled"]
     assert [e.params["problem"].residual_dtype for e in called] == [None, "uint8", None, "int8"]
     assert LEAST["int8"] < signal_to_noise(jaxconv.freeze(model.apply, variables)(X), q(X)) < 60
+
+
+BEHIND = "8 bits would cost a pass over its input, behind a depthwise convolution, and gain less"
+
+
+class Separable(nn.Module):
+    """A depthwise convolution, and layers behind it."""
+
+    layers: tuple[int, ...]  # their channels
+    averaged: bool  # whether the last one's result is read for its mean alone, so that it has 8 bits
+
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        x = nn.relu(nn.Conv(32, (3, 3), name="first")(x))
+        x = nn.relu(nn.Conv(32, (3, 3), feature_group_count=32, name="depthwise")(x))
+        for i, channels in enumerate(self.layers):
+            x = nn.relu(nn.Conv(channels, (1, 1), name=f"conv{i}")(x))
+        return nn.Dense(10, name="last")(x.mean((1, 2))) if self.averaged else nn.Conv(10, (3, 3), name="last")(x)
+
+
+# In bytes an element of float32 that a layer reads: the pass 5, the layer 4 and 4 for each element that it writes, or in
+# 8 bits 1 and 1.
+@pytest.mark.parametrize(
+    "layers, averaged, narrow",
+    (
+        ((16,), True, ()),  # 5 + 1.5 against 6
+        ((64,), True, (0,)),  # 5 + 3 against 12
+        ((64,), False, ()),  # 5 + 9 against 12: what it makes is read wide
+        ((16, 16), False, ()),  # the second one reads what a wide one makes: 5 + 5 against 8
+        ((16, 64), True, (1,)),  # 5 + 5 against 20
+        ((64, 16), True, (0, 1)),  # the second one reads 8 bits without a pass
+    ),
+)
+def test_a_layer_behind_a_depthwise_convolution_has_8_bits_where_it_gains(layers, averaged, narrow):
+    model = Separable(layers, averaged)
+    variables = randomised(jax.eval_shape(model.init, KEY, X))
+    q = jaxconv.freeze(model.apply, variables, quantize="int8", calibrate=[X])
+    found = {layer.name.removeprefix("Separable/"): layer for layer in q.quantization}
+    assert {i for i in range(len(layers)) if found[f"conv{i}"].narrow} == set(narrow)
+    assert all(found[f"conv{i}"].why == BEHIND for i in range(len(layers)) if i not in narrow)
+    wide = jaxconv.freeze(model.apply, variables)(X)
+    if narrow:
+        assert LEAST["int8"] < signal_to_noise(wide, q(X)) < 60
+    else:
+        np.testing.assert_array_equal(wide, q(X))
+    assert q(np.concatenate([X, X], 1)).shape[0] == len(X)  # the choice is that of the calibration
+
+
+def test_layers_that_share_a_pass_gain_together():
+    """Several layers read what a depthwise convolution makes: the pass is each one's in part."""
+
+    def f(variables, x):
+        x = jaxconv.conv2d(x, variables["first"], padding="SAME")
+        x = jaxconv.conv2d(x, variables["depthwise"], padding="SAME", groups=32, activation="relu")
+        made = [jaxconv.conv2d(x, w).mean((1, 2)) for w in variables["layers"]]
+        return jnp.concatenate(made, -1) @ variables["last"]
+
+    rng = np.random.default_rng(3)
+
+    def narrow(count):
+        shapes = [(3, 3, 3, 32), (3, 3, 1, 32), (1, 1, 32, 16), (count * 16, 10)]
+        first, depthwise, w, last = (rng.standard_normal(shape).astype(np.float32) for shape in shapes)
+        variables = {"first": first, "depthwise": depthwise, "layers": [w] * count, "last": last}
+        table = jaxconv.freeze(f, variables, quantize="int8", calibrate=[X]).quantization
+        return sum(layer.narrow for layer in table)
+
+    assert [narrow(count) for count in (1, 2, 4)] == [0, 2, 4]
 
 
 # ----------------------------------------------------------------------------------------------------------------------

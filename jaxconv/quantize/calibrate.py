@@ -15,6 +15,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr
 
 from jaxconv._core.graph import Array, Constant, Value
+from jaxconv.quantize.gain import leave_wide_what_loses
 from jaxconv.quantize.layers import Layer, Reading, identity_of, never_negative
 from jaxconv.quantize.program import Evaluation, Narrowing
 from jaxconv.quantize.report import QuantizedLayer
@@ -213,6 +214,7 @@ def calibrated(
         if id(program.closed) not in narrowings:
             reading = Reading(program.closed, program.bound, program.names)
             reading.choose(wide)
+            leave_wide_what_loses(reading)
             narrowing = Narrowing(reading)
             narrowings[id(program.closed)] = program, narrowing, jax.jit(lambda *given: observed(narrowing, *given))
         _, narrowing, observe = narrowings[id(program.closed)]

@@ -55,7 +55,7 @@ _LIGHT = frozenset(
 )
 
 
-def _is_moving(node: Node) -> bool:
+def is_moving(node: Node) -> bool:
     if node.name == "convert_element_type":
         return all(jnp.issubdtype(v.dtype, jnp.floating) for v in (node.inputs[0], node.outputs[0]))
     if node.name == "jaxconv_max_pool":
@@ -107,7 +107,7 @@ def is_averaged(v: Value) -> bool:
                 sums += 1
                 if not _is_over_pixels(node):
                     return False
-            elif _is_moving(node):
+            elif is_moving(node):
                 front += [out for out in node.outputs if out not in seen]
                 seen.update(node.outputs)
             else:
@@ -159,7 +159,7 @@ class Narrowing:
     def source(self, v: Value) -> Value:
         """The point that v has the elements of: an 8-bit layer's result, or v itself."""
         u = v
-        while u.node is not None and u.node not in self.layers and _is_moving(u.node):
+        while u.node is not None and u.node not in self.layers and is_moving(u.node):
             u = u.node.inputs[0]
         if u.node in self.layers:
             return u
@@ -176,7 +176,7 @@ class Narrowing:
                     continue
                 if node in self.layers:
                     return True
-                if node.name in _LIGHT or _is_moving(node):
+                if node.name in _LIGHT or is_moving(node):
                     front += [out for out in node.outputs if out not in seen]
                     seen.update(node.outputs)
         return False
@@ -229,7 +229,7 @@ class Evaluation:
 
     def _moves(self, node: Node) -> bool:
         """Whether the node's operand is known in 8 bits alone."""
-        return node.inputs[0] not in self._wide and _is_moving(node)
+        return node.inputs[0] not in self._wide and is_moving(node)
 
     def _sums_integers(self, node: Node) -> bool:
         """Whether the node sums up integers of 8 bits, which int32 does exactly."""
