@@ -119,7 +119,7 @@ def ways(
 
 
 def _kept(program: Callable[[jax.Array], jax.Array], x: jax.Array) -> Call:
-    """Each answer lies elsewhere than the one before it, which is alive while it is made: XLA updates the CUDA graph."""
+    """Each answer lies elsewhere than the one before it, which is alive until then: XLA updates the CUDA graph."""
     last = [program(x)]
 
     def start(x: jax.Array) -> jax.Array:
@@ -130,8 +130,8 @@ def _kept(program: Callable[[jax.Array], jax.Array], x: jax.Array) -> Call:
 
 
 def _replaced(predict: Callable[[Any], jax.Array], x: jax.Array, y: jax.Array, options: Mapping[str, Any]) -> Call:
-    """Each answer takes the place of the one before it, as where that one is deleted before the call: XLA updates a CUDA
-    graph when an address in it is another one."""
+    """Each answer takes the place of the one before it, as where that one is deleted before the call. XLA updates a
+    CUDA graph when an address in it is another one."""
     into = jax.jit(lambda x, last: predict(x), donate_argnums=1, keep_unused=True, compiler_options=dict(options))
     program, last = into.lower(x, y).compile(), [y]
 

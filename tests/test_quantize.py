@@ -729,8 +729,8 @@ class Separable(nn.Module):
         return nn.Dense(10, name="last")(x.mean((1, 2))) if self.averaged else nn.Conv(10, (3, 3), name="last")(x)
 
 
-# In bytes an element of float32 that a layer reads: the pass 5, the layer 4 and 4 for each element that it writes, or in
-# 8 bits 1 and 1.
+# In bytes an element of float32 that a layer reads: the pass 5, the layer 4 and 4 for each element that it writes, or
+# in 8 bits 1 and 1.
 @pytest.mark.parametrize(
     "layers, averaged, narrow",
     (

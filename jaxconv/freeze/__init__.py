@@ -104,8 +104,8 @@ def freeze(
     An array between layers has one scale, with the least mean squared error on the calibration batches. With "int8" an
     array that is never negative (behind a relu) is uint8. Residual adds of convolutions, max-poolings and means work on
     8 bits too, so no wider array is stored between two 8-bit layers. The first and the last layer, depthwise
-    convolutions, small layers and layers in loops keep their types; `quantization` lists each layer's type, the reason,
-    and its signal to noise. `replace` quantises other weights, and keeps the scales between layers.
+    convolutions, layers behind these that would not gain, small layers and layers in loops keep their types.
+    `quantization` lists each layer's type, the reason, and its signal to noise. `replace` quantises other weights, and keeps the scales between layers.
 
     Layers are recognised as by `accelerate`. A batch-norm is folded into the (transposed) convolution or dense layer
     whose result it normalises, if nothing else reads that result. 16-bit filters are rounded once, after folding.

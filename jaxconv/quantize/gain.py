@@ -14,14 +14,14 @@ from jaxconv.quantize.layers import CONVOLUTIONS, Layer, Reading
 from jaxconv.quantize.program import Narrowing, is_averaged, is_moving
 
 # Products of the tensor cores in the time of a byte that memory moves, by the bytes of a wide element. An H200 moves
-# 4.3e12 bytes a second, and does 394e12 products of 16 bits, or 210e12 of TF32. Convolutions of 8 bits reach 1.7 times the
-# former.
+# 4.3e12 bytes a second, and does 394e12 products of 16 bits, or 210e12 of TF32. Convolutions of 8 bits reach 1.7 times
+# the former.
 PRODUCTS = {2: 92, 4: 49}
 EIGHT_BIT_PRODUCTS = 156
 
 
 def leave_wide_what_loses(reading: Reading) -> None:
-    """Says of layers behind a depthwise convolution why they stay wide, if they do. Those behind these are judged, too."""
+    """Says of layers behind a depthwise convolution why they stay wide, if they do, and of layers behind these."""
     wide = {layer.node for layer in reading.layers if _is_depthwise(layer)}
     while wide:
         narrowing = Narrowing(reading)
