@@ -105,7 +105,8 @@ def freeze(
     array that is never negative (behind a relu) is uint8. Residual adds of convolutions, max-poolings and means work on
     8 bits too, so no wider array is stored between two 8-bit layers. The first and the last layer, depthwise
     convolutions, layers behind these that would not gain, small layers and layers in loops keep their types.
-    `quantization` lists each layer's type, the reason, and its signal to noise. `replace` quantises other weights, and keeps the scales between layers.
+    `quantization` lists each layer's type, the reason, and its signal to noise. `replace` quantises other weights, and
+    keeps the scales between layers.
 
     Layers are recognised as by `accelerate`. A batch-norm is folded into the (transposed) convolution or dense layer
     whose result it normalises, if nothing else reads that result. 16-bit filters are rounded once, after folding.
