@@ -67,6 +67,10 @@ class Layer:
         return ConvProblem.of_product(self.product)
 
     @property
+    def is_depthwise(self) -> bool:
+        return self.node.name in CONVOLUTIONS and self.problem.groups > 1 and self.problem.depthwise
+
+    @property
     def bias(self) -> Value | None:
         return self.node.inputs[2] if self.problem.bias else None
 
@@ -223,7 +227,7 @@ class Reading:
             return f"its type is {q.dtype}"
         if q.save_preactivation:
             return "another operation also reads its result in front of the activation"
-        if q.groups > 1 and q.depthwise:
+        if layer.is_depthwise:
             return "it is depthwise: it has no matrix products, which tensor cores need"
         c, k = q.in_channels // q.groups, q.out_channels // q.groups
         if c % CHANNELS or k % CHANNELS:
