@@ -90,12 +90,13 @@ $(VENV)/venv.stamp:
 
 $(VENV)/build.stamp: $(VENV)/venv.stamp pyproject.toml
 	@echo "installing what the build needs into $(VENV)"
-	@$(PIP) install -q -r <($(call requirements) build) $(if $(cuda),-r <($(call requirements) cuda13))
+	@$(PIP) install -q -r <($(call requirements) build) $(if $(cuda),-r <($(call requirements) cuda13) -r <($(call requirements) nvcc))
 	@touch $@
 
 # Rewritten when the choice changes, so that a changed one builds again.
+cuda_choice = $(JAXCONV_CUDA) $(JAXCONV_CUDA_ARCHS) $(JAXCONV_CUDA_ARCHS_GENERAL)
 $(VENV)/cuda.stamp: $(VENV)/venv.stamp FORCE
-	@echo '$(JAXCONV_CUDA) $(JAXCONV_CUDA_ARCHS)' | cmp -s - $@ || echo '$(JAXCONV_CUDA) $(JAXCONV_CUDA_ARCHS)' >$@
+	@echo '$(cuda_choice)' | cmp -s - $@ || echo '$(cuda_choice)' >$@
 
 $(VENV)/examples.stamp: $(VENV)/build.stamp $(VENV)/cuda.stamp $(SOURCES)
 	$(call install,$(of_examples))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
 import importlib.metadata
 import inspect
 import os
@@ -330,3 +331,79 @@ def test_source_folder_says_that_it_is_one(tmp_path):
     last = checkout.stderr.strip().splitlines()[-1]
     assert "ImportError" in last and f"from its source folder {tmp_path / 'jaxconv'}" in last
     assert "make install" in last and "circular" not in checkout.stderr
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What the build refuses
+
+
+@pytest.mark.parametrize(
+    ("architectures", "expected"),
+    [
+        ("90", "has 90, expected 90a: Hopper's tensor cores need the a"),
+        ("80;90-real", "has 90-real, expected 90a"),
+        ("native", "has native, expected compute capabilities as in 80;90a-real"),
+        ("8.0", "has 8.0, expected compute capabilities"),
+        ("sm_90a", "has sm_90a, expected compute capabilities"),
+    ],
+)
+def test_the_build_says_which_architecture_it_cannot_have(architectures, expected, tmp_path):
+    """Without the a, kernels for Hopper would be empty, and their results whatever the memory held."""
+    folders = os.pathsep.join([str(pathlib.Path(sys.executable).parent), os.environ.get("PATH", "")])
+    cmake = shutil.which("cmake", path=folders)
+    if cmake is None:
+        pytest.skip("no cmake")
+    root = pathlib.Path(__file__).parent.parent
+    asked = f"-DJAXCONV_CUDA_ARCHS={architectures}"
+    run = subprocess.run([cmake, "-S", root, "-B", tmp_path, asked], capture_output=True, text=True, check=False)
+    assert run.returncode
+    assert expected in " ".join(run.stderr.split())
+
+
+@pytest.mark.parametrize(
+    ("asked", "gpu", "nvcc", "expected"),
+    [
+        (None, True, False, True),
+        (None, True, True, False),
+        (None, False, False, False),
+        ("AUTO", True, False, True),
+        ("ON", False, False, True),
+        ("ON", True, True, False),
+        ("OFF", True, False, False),
+    ],
+)
+def test_the_build_fetches_nvcc_where_it_needs_one(asked, gpu, nvcc, expected, monkeypatch):
+    pytest.importorskip("scikit_build_core")
+    root = pathlib.Path(__file__).parent.parent
+    monkeypatch.chdir(root)  # as pip calls a backend
+    monkeypatch.syspath_prepend(root / ".ci")
+    backend = importlib.import_module("backend")
+    monkeypatch.setattr(backend, "has_gpu", lambda: gpu)
+    monkeypatch.setattr(backend, "has_nvcc", lambda: nvcc)
+    monkeypatch.delenv("JAXCONV_CUDA", raising=False)
+    if asked is not None:
+        monkeypatch.setenv("JAXCONV_CUDA", asked)
+    for hook in (backend.get_requires_for_build_wheel, backend.get_requires_for_build_editable):
+        assert any(line.startswith("nvidia-cuda-nvcc==13.0") for line in hook()) == expected
+        assert any(line.startswith("nvidia-cuda-cccl") for line in hook()) == expected  # has nv/target
+    assert not any("nvidia" in line for line in backend.get_requires_for_build_sdist())
+
+
+def test_an_nvcc_is_looked_for_where_cmake_does(tmp_path, monkeypatch):
+    pytest.importorskip("scikit_build_core")
+    monkeypatch.syspath_prepend(pathlib.Path(__file__).parent.parent / ".ci")
+    backend = importlib.import_module("backend")
+    which = shutil.which
+    monkeypatch.setattr(shutil, "which", lambda name, path: which(name, path=path.replace("/usr/local/cuda/bin", "")))
+    for name in ("CUDACXX", "CUDA_HOME", "CUDA_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert not backend.has_nvcc()
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "home"))
+    assert not backend.has_nvcc()
+    (tmp_path / "home" / "bin").mkdir(parents=True)
+    (tmp_path / "home" / "bin" / "nvcc").touch(mode=0o755)
+    assert backend.has_nvcc()
+    monkeypatch.delenv("CUDA_HOME")
+    monkeypatch.setenv("CUDACXX", "/somewhere/nvcc")
+    assert backend.has_nvcc()

@@ -22,6 +22,10 @@ __global__ void __launch_bounds__(kThreads)
   for (int64_t run = int64_t(blockIdx.x) * kThreads + threadIdx.x; run < runs;
        run += int64_t(gridDim.x) * kThreads) {
     const int64_t at = run * kRun;
+    const int64_t row = at / s.n;  // [0, instances * m)
+    const int n = int(at - row * s.n);
+    const int64_t instance = row / s.m;
+    const int m = int(row - instance * s.m);
     float sum[kRun] = {};
     for (int64_t part = 0; part < s.splits; ++part) {
       float v[kRun];
@@ -29,10 +33,6 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
       for (int i = 0; i < kRun; ++i) sum[i] += v[i];
     }
-    const int64_t row = at / s.n;  // [0, instances * m)
-    const int n = int(at - row * s.n);
-    const int64_t instance = row / s.m;
-    const int m = int(row - instance * s.m);
     float bias[kRun];
     LoadColumnBias<T>(e, int(instance), n, int(s.n), bias);
     FinishRun<T, false>(e, int(instance), 0, m * e.ldd, m, n, int(s.n), bias, sum);
