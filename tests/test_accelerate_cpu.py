@@ -189,3 +189,30 @@ def test_what_is_behind_a_convolution_stays_but_for_comparisons_behind_native_co
     assert str(call.problem).endswith(f"NHWC + bias{behind}" if groups > 1 else "NHWC")
     ours, plain = (jax.jit(jax.value_and_grad(g, (0, 1, 2)))(*args) for g in (f, loss))
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-4, atol=2e-4), ours, plain)
+
+
+def printed(y: Any) -> Any:
+    jax.debug.print("{}", jnp.isnan(y).any())
+    return y
+
+
+def repeated(y: Any) -> Any:
+    return jax.lax.while_loop(lambda z: jnp.sum(jnp.abs(z)) > 1, lambda z: z * 0.5, y)
+
+
+def called_back(y: Any) -> Any:
+    return y + jax.pure_callback(lambda z: z, jax.ShapeDtypeStruct(y.shape, y.dtype), y)
+
+
+@pytest.mark.parametrize("behind", [printed, repeated, called_back])
+@pytest.mark.parametrize("norm", [False, True])
+def test_a_program_of_several_parts_beside_native_code(norm, behind):
+    """Nothing with an effect or a loop is part of a region, so that no region has two forms."""
+
+    def f(x: Any, w: Any, b: Any) -> Any:
+        y = nn.Conv(C, (3, 3), feature_group_count=C).apply({"params": {"kernel": w, "bias": b}}, x)
+        return behind(batchnorm(y, b, b)[0] if norm else nn.relu(y))
+
+    args = X, jnp.ones((3, 3, 1, C)) / 9, jnp.arange(0.0, C) / C
+    for made in (lambda f: f, jax.jit):
+        np.testing.assert_allclose(made(jaxconv.accelerate(f))(*args), made(f)(*args), rtol=1e-5, atol=1e-5)

@@ -260,7 +260,8 @@ class Rewriting:
                     if self._of_cpu:
                         raise Refusal("on a CPU it is computed as it was written")
                     self.differs = True
-                self.differs |= what == "conv" and len(fused.parts) > 1 and as_written_on_cpu()
+                # What is behind one without groups stays as it was written there.
+                self.differs |= what == "conv" and len(fused.parts) > 1 and as_written_on_cpu() and not self._of_cpu
                 # It is named after the layer, not after the activation behind it.
                 layer, order = fused.layer or node, fused.nodes[-1].order
                 made = Node(order, fused.inputs, fused.outputs, layer.eqn, layer.name_stack, fused.call)
