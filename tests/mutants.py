@@ -319,7 +319,7 @@ MUTANTS = [
         "a filter beside a shortcut's keeps its own scale",
         "jaxconv/quantize/program.py",
         "filters.append(filter_of(w, axis, dtype, unit / step))",
-        "filters.append(filter_scales(w, axis, dtype)[0])",
+        "filters.append(filter_scales(w, axis, dtype, least / step)[0])",
         "tests/test_quantize.py -k near_the_wide_ones",
     ),
     Mutant(
@@ -339,8 +339,8 @@ MUTANTS = [
     Mutant(
         "a bias of int32 leaves no room for what a filter of almost nothing adds",
         "jaxconv/quantize/program.py",
-        "filter_scales(w, axis, dtype, None if least is None else least / step)",
-        "filter_scales(w, axis, dtype)",
+        "filter_scales(w, axis, dtype, least / step)",
+        "filter_scales(w, axis, dtype, np.float32(LEAST) / step)",
         "tests/test_quantize.py -k almost_nothing",
     ),
     Mutant(

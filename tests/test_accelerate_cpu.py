@@ -216,3 +216,21 @@ def test_a_program_of_several_parts_beside_native_code(norm, behind):
     args = X, jnp.ones((3, 3, 1, C)) / 9, jnp.arange(0.0, C) / C
     for made in (lambda f: f, jax.jit):
         np.testing.assert_allclose(made(jaxconv.accelerate(f))(*args), made(f)(*args), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("behind", [printed, repeated, called_back, lambda y: y])
+def test_a_step_that_closes_over_what_is_traced(behind):
+    """As a jitted step does whose loss closes over its batch."""
+
+    def loss(p: Any, x: Any) -> Any:
+        y = nn.Conv(C, (3, 3), feature_group_count=C).apply({"params": {"kernel": p["w"], "bias": p["b"]}}, x)
+        behind(jax.lax.stop_gradient(y))
+        return jnp.sum(jnp.sin(nn.relu(y)))
+
+    def step(of: Any) -> Any:
+        return jax.jit(lambda p, x: jax.value_and_grad(of(lambda p: loss(p, x)))(p))
+
+    p = {"w": jnp.ones((3, 3, 1, C)) / 9, "b": jnp.arange(0.0, C) / C}
+    ours, plain = step(jaxconv.accelerate)(p, X), step(lambda f: f)(p, X)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4), ours, plain)
+    jaxconv.explain(step(jaxconv.accelerate))(p, X)

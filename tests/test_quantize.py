@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import pickle
@@ -222,9 +223,10 @@ def test_scales_of_filters_are_a_channels_own():
     w = rng.standard_normal((3, 3, 16, 5)).astype(np.float32) * 10.0 ** np.arange(-2, 3)
     w[..., 2] = 0
     w[0, 0, 0, 4] *= 30
-    q, steps = scales.filter_scales(jnp.asarray(w), 3, "int8")
+    least = np.float32(2e-6)
+    q, steps = scales.filter_scales(jnp.asarray(w), 3, "int8", least)
     assert q.dtype == jnp.int8 and np.abs(np.asarray(q, int)).max() == 127
-    assert steps[2] == 1 and not np.asarray(q)[..., 2].any()
+    assert steps[2] == least and not np.asarray(q)[..., 2].any()
     full = np.abs(w).max((0, 1, 2)) / 127
     for k in (0, 1, 3, 4):
         errors = {
@@ -234,7 +236,7 @@ def test_scales_of_filters_are_a_channels_own():
         }
         off = np.sum((np.asarray(q, float)[..., k] * float(steps[k]) - w[..., k]) ** 2)
         assert off <= 1.001 * min(errors.values())
-    first = scales.filter_scales(jnp.asarray(np.moveaxis(w, 3, 0)), 0, "int8")
+    first = scales.filter_scales(jnp.asarray(np.moveaxis(w, 3, 0)), 0, "int8", least)
     np.testing.assert_array_equal(first[1], steps)
 
 
@@ -307,6 +309,76 @@ def test_a_bias_beside_a_filter_that_is_almost_nothing(size):
     (bias,) = (a for a in q.weights.values() if a.dtype == jnp.int32)
     assert np.abs(np.asarray(bias, np.int64)).max() <= 2**30
     assert signal_to_noise(f(arguments, X), y) > 35
+
+
+def _block(p: Any, x: Any) -> Any:
+    """A residual block whose shortcut is a filter."""
+    x = jax.nn.relu(_chain([p["stem"]], x))
+    y = jax.nn.relu(_chain([p["first"]], x) + p["bias"])
+    x = jax.nn.relu(_chain([p["second"]], y) + _chain([p["shortcut"]], x))
+    return jax.nn.relu(_chain([p["last"]], x)).mean((1, 2)) @ p["head"]
+
+
+def _block_weights() -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(0)
+    shapes = dict(stem=(3, 3, 3, 32), first=(1, 1, 32, 32), second=(1, 1, 32, 32), shortcut=(1, 1, 32, 32))
+    shapes |= dict(last=(3, 3, 32, 32), head=(32, 5))
+    weights = {k: rng.standard_normal(s, np.float32) / np.sqrt(np.prod(s[:-1])) for k, s in shapes.items()}
+    return {k: w.astype(np.float32) for k, w in weights.items()} | {"bias": np.full(32, 0.4, np.float32)}
+
+
+@pytest.mark.parametrize("dtype", ("int8", "float8_e4m3fn"))
+@pytest.mark.parametrize("zeros", (1, 30))
+@pytest.mark.parametrize("name", ("first", "second", "shortcut", "last"))
+def test_filters_of_zeros_cost_nothing(name, zeros, dtype):
+    """As where a batch-norm's last scale is 0 at first, or channels were pruned: what is added to them, and their
+    biases, are as fine as before."""
+    weights = _block_weights()
+    weights[name][..., :zeros] = 0
+    for factor in (1, 100):  # of activations
+        given = {**weights, "stem": weights["stem"] * np.float32(factor)}
+        q = jaxconv.freeze(_block, given, quantize=dtype, calibrate=BATCHES)
+        assert signal_to_noise(_block(given, X), q(X)) > (33 if dtype == "int8" else 24)
+
+
+@pytest.mark.parametrize("dtype", ("int8", "float8_e4m3fn"))
+@pytest.mark.parametrize("size", (1e-30, 1e-36, 1e-38, 1e-42))
+def test_a_channel_of_tiny_weights_is_a_number(size, dtype):
+    weights = _block_weights()
+    weights["first"][..., 0] *= np.float32(size)
+    weights["first"][0, 0, 0, 0] = 0
+    q = jaxconv.freeze(_block, weights, quantize=dtype, calibrate=BATCHES)
+    assert signal_to_noise(_block(weights, X), q(X)) > (33 if dtype == "int8" else 24)
+
+
+@pytest.mark.parametrize("factor", (1e-25, 1.0, 1e16))
+def test_noise_of_activations_of_any_size(factor):
+    weights = _block_weights()
+    weights["stem"] *= np.float32(factor)
+    weights["bias"] *= np.float32(factor)
+    q = jaxconv.freeze(_block, weights, quantize="int8", calibrate=[X])
+    assert 33 < q.quantization[-1].signal_to_noise < 50
+    assert q.quantization[-1].signal_to_noise == pytest.approx(signal_to_noise(_block(weights, X), q(X)), abs=0.5)
+    nan = jaxconv.freeze(_block, weights, quantize="int8", calibrate=[X]).quantization
+    nan[1] = dataclasses.replace(nan[1], signal_to_noise=np.nan)
+    assert "nan dB" in str(nan)
+
+
+def test_layers_in_loops_and_branches_have_their_own_types():
+    rng = np.random.default_rng(0)
+    p = {k: rng.standard_normal((32, n), np.float32) / 6 for k, n in (("a", 32), ("b", 32), ("c", 32), ("d", 5))}
+
+    def f(p: Any, x: Any) -> Any:
+        x = jax.nn.relu(jax.nn.relu(x @ p["a"]) @ p["b"])
+        x = lax.fori_loop(0, 2, lambda i, y: jax.nn.relu(y @ p["c"]), x)
+        x = lax.cond(x.sum() > 0, lambda x: x @ p["c"], lambda x: x, x)
+        return x @ p["d"]
+
+    q = jaxconv.freeze(f, p, quantize="int8", calibrate=[rng.standard_normal((8, 32), np.float32)])
+    inside = [layer for layer in q.quantization if layer.why.startswith("it is inside")]
+    assert len(inside) == 2
+    assert all((layer.dtype, layer.out_dtype) == ("float32", "float32") for layer in inside)
+    assert all(30 < layer.signal_to_noise < 60 for layer in inside)
 
 
 @pytest.mark.parametrize("step", (0.0, -1.0, np.inf, np.nan, 1e-50, 1e39))
@@ -898,6 +970,48 @@ def test_no_gradient_goes_through_8_bits():
         TypeError, match="freeze: a function that is quantised to uint8 has no derivative: differentiate"
     ):
         jax.grad(lambda x: frozen()(x)["logits"].sum())(jnp.asarray(X))
+
+
+def _through(p: Any, x: Any, other: Any) -> Any:
+    """Nothing of 16 or 32 bits lies beside what has 8."""
+    for name in ("stem", "first", "second"):
+        x = jax.nn.relu(_chain([p[name]], x))
+    return (x.mean((1, 2)) + other) @ p["head"]
+
+
+@pytest.mark.parametrize("dtype", ("int8", "float8_e4m3fn"))
+def test_no_gradient_is_lost_in_8_bits(dtype):
+    weights, other = _block_weights(), np.ones((4, 1), np.float32)
+    q = jaxconv.freeze(_through, weights, quantize=dtype, calibrate=[(X, other)])
+    both = lambda x: q(x, x.mean((1, 2)).mean(-1, keepdims=True)).sum()  # also beside them  # noqa: E731
+    refused = pytest.raises(TypeError, match=r"freeze: a function that is quantised to .* has no derivative")
+    for f in (lambda x: q(x, other).sum(), both):
+        with refused:
+            jax.grad(f)(X)
+        with refused:
+            jax.jit(jax.grad(f))(X)
+        with refused:
+            jax.jvp(f, (X,), (X,))
+        with refused:
+            jax.vmap(jax.grad(f))(np.stack([X, X]))
+    with refused:
+        jax.grad(lambda w: q.apply(w, X, other).sum(), allow_int=True)(q.weights)
+    # Of what goes around them there is one.
+    got, expected = (jax.grad(lambda y, f=f: f(X, y).sum())(other) for f in (q, functools.partial(_through, weights)))
+    np.testing.assert_allclose(got, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ("int8", "float8_e4m3fn"))
+@pytest.mark.parametrize("bad", (np.nan, np.inf))
+def test_replaced_filters_are_finite(bad, dtype):
+    weights = _block_weights()
+    q = jaxconv.freeze(_block, weights, quantize=dtype, calibrate=[X])
+    for name in ("first", "second", "shortcut", "last", "head"):
+        for place in (0, 500, -1):
+            broken = {**weights, name: weights[name].copy()}
+            broken[name].reshape(-1)[min(place, broken[name].size - 1)] = bad
+            with pytest.raises(ValueError, match=r"freeze: weight .* has NaN or infinity, expected finite"):
+                q.replace(broken)(X)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

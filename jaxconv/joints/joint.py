@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -179,18 +179,25 @@ def reaching(closed: ClosedJaxpr) -> list[bool]:
 
 
 def _reaching(jaxpr: Jaxpr, wanted: Sequence[bool]) -> list[bool]:
-    def differs(atom: Any) -> bool:
-        return not isinstance(atom, Literal) and is_inexact(atom.aval)
+    """Integers carry no tangent. But a function that makes them by a rule of its own is asked: it may refuse one."""
 
-    needed = {v for v, wants in zip(jaxpr.outvars, wanted, strict=True) if wants and differs(v)}
+    def variables(atoms: Iterable[Any], which: Iterable[bool]) -> Iterator[Any]:
+        return (v for v, is_one in zip(atoms, which, strict=True) if is_one and not isinstance(v, Literal))
+
+    needed = set(variables(jaxpr.outvars, wanted))
     for eqn in reversed(jaxpr.eqns):
         outs = [v in needed for v in eqn.outvars]
-        if not any(outs) or eqn.primitive.name in _FLAT:
+        if not any(outs):
             continue
-        inner = None if eqn.primitive.name.startswith("custom_") else _inner(eqn)  # they have derivatives of their own
-        given = [True] * len(eqn.invars) if inner is None else _reaching(inner, outs)
-        needed.update(v for v, reaches in zip(eqn.invars, given, strict=True) if reaches and differs(v))
-    return [v in needed for v in jaxpr.invars]
+        name = eqn.primitive.name
+        has_rule = name.startswith(("custom_", "jaxconv_"))
+        inner = None if name.startswith("custom_") else _inner(eqn)
+        if inner is not None:
+            needed.update(variables(eqn.invars, _reaching(inner, outs)))
+            continue
+        moves = has_rule or (name not in _FLAT and any(is_inexact(v.aval) for v in variables(eqn.outvars, outs)))
+        needed.update(variables(eqn.invars, [moves or not is_inexact(v.aval) for v in eqn.invars]))
+    return [v in needed and is_inexact(v.aval) for v in jaxpr.invars]
 
 
 def _roles_of(closed: ClosedJaxpr, varied: Sequence[bool]) -> list[int]:

@@ -242,6 +242,8 @@ def _jvp(primals: Sequence[Array], tangents: Sequence[Any], *, program: Body) ->
         joint = program.joint(varied, [jax.typeof(a) for a in primals]) if any(varied) else None
     except OneWay:
         return as_jax(program.plain)
+    if joint is None and any(varied):  # what makes integers by a rule of its own may refuse a tangent
+        return as_jax(program.plain)
     if joint is None:
         return region.bind(*primals, program=program), zero
     outs, kept = joint.forward(primals)

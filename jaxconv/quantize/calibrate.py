@@ -14,12 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr
 
-from jaxconv._core.graph import Array, Constant, Value
+from jaxconv._core.graph import Array, Constant, Node, Value
 from jaxconv.quantize.gain import leave_wide_what_loses
 from jaxconv.quantize.layers import Layer, Reading, identity_of, never_negative
 from jaxconv.quantize.program import Evaluation, Narrowing
 from jaxconv.quantize.report import QuantizedLayer
-from jaxconv.quantize.scales import Histogram, Scale, statistics
+from jaxconv.quantize.scales import LEAST, Histogram, Scale, statistics
 
 QuantizedDType = Literal["int8", "float8_e4m3fn"]
 DTYPES = get_args(QuantizedDType)
@@ -179,7 +179,8 @@ def _read(values: dict[Value, Any], v: Value) -> Any:
 
 
 def noise(narrowing: Narrowing, scales: Sequence[Scale], bound: Sequence[Array], free: Sequence[Array]) -> list[Array]:
-    """Of each layer the sums of squares of its results, and of what they are off by where 8-bit layers are before."""
+    """Of each layer the sums of squares of its results, and of what they are off by where 8-bit layers are before; both
+    divided by the square of the largest one."""
     wide = _evaluated(narrowing, bound, free)
     evaluation = Evaluation(narrowing, scales, _merged(narrowing, bound, free))
     evaluation.run()
@@ -189,10 +190,14 @@ def noise(narrowing: Narrowing, scales: Sequence[Scale], bound: Sequence[Array],
             return jnp.zeros(2)
         y = jnp.asarray(wide[v], jnp.float32)
         off = jnp.asarray(evaluation.wide(v), jnp.float32) - y
-        return jnp.stack([jnp.sum(y * y), jnp.sum(off * off)])
+        largest = jnp.maximum(jnp.max(jnp.abs(y)), np.float32(LEAST))  # squares of all sizes are float32's
+        return jnp.stack([jnp.sum((y / largest) ** 2), jnp.sum((off / largest) ** 2)])
+
+    def result(node: Node) -> Value:  # of a loop, the first one of numbers
+        return next((v for v in node.outputs if jnp.issubdtype(v.dtype, jnp.floating)), node.outputs[0])
 
     layers = {layer.node for layer in narrowing.reading.layers}
-    return [of(node.outputs[0]) for node in narrowing.reading.graph.nodes if node in layers]
+    return [of(result(node)) for node in narrowing.reading.graph.nodes if node in layers]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -285,11 +290,16 @@ def _records(
         if layer.node not in seen:
             seen[layer.node] = next(by_node)
         signal, error = map(float, seen[layer.node])
-        ratio = 10 * math.log10(signal / error) if signal > 0 and error > 0 else math.inf
+        ratio = math.nan if math.isnan(signal) or math.isnan(error) else math.inf
+        if signal > 0 and error > 0:
+            ratio = 10 * math.log10(signal / error)
         narrow = not layer.why
-        x = scales[narrowing.index[narrowing.source(layer.x)]].dtype if narrow else layer.x.dtype.name
+        x, y = layer.inside or (layer.x.dtype.name, layer.y.dtype.name)
         index = narrowing.index.get(layer.y) if narrow else None
-        y = layer.y.dtype.name if index is None else scales[index].dtype
+        if narrow:
+            x = scales[narrowing.index[narrowing.source(layer.x)]].dtype
+        if index is not None:
+            y = scales[index].dtype
         why = layer.why or _why(index)
         if layer.node in added:
             y, why = "int32" if dtype == "int8" else "float32", f"its sums are added in {added[layer.node]}"

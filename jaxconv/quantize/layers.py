@@ -40,6 +40,7 @@ class Layer:
     weight: str  # the bound array that its filter is of; empty where it is of none
     filter: tuple[int, ...]  # its shape
     why: str = ""  # it stays wide; empty where it has 8 bits
+    inside: tuple[str, str] | None = None  # in a function that the node carries: the types of what it reads and makes
 
     @property
     def x(self) -> Value:
@@ -176,7 +177,8 @@ class Reading:
         for eqn in (eqn for inner in primitives.inner_jaxprs(node.eqn, None) for eqn in primitives.equations(inner)):
             if (name := eqn.primitive.name) in (*CONVOLUTIONS, *PRODUCTS, "jaxconv_conv_dgrad"):
                 what, shape = "dense" if name in PRODUCTS else "conv", tuple(eqn.invars[1].aval.shape)
-                layers.append(Layer(node, what, str(node.name_stack), "", shape, f"it is inside {node.name}"))
+                types = str(eqn.invars[0].aval.dtype), str(eqn.outvars[0].aval.dtype)
+                layers.append(Layer(node, what, str(node.name_stack), "", shape, f"it is inside {node.name}", types))
         return layers
 
     # ---- which layers stay wide

@@ -26,7 +26,7 @@ from jaxconv._ops.dense import dense
 from jaxconv._problem import CHANNELS_FIRST, CHANNELS_LAST, EIGHT_BIT_INTEGERS, ConvProblem, is_number
 from jaxconv._problem.pool import PoolProblem
 from jaxconv.quantize.layers import Layer, Reading
-from jaxconv.quantize.scales import Scale, filter_of, filter_scales, summed
+from jaxconv.quantize.scales import LEAST, Scale, filter_of, filter_scales, summed
 
 _AUTOMATIC: dict[str, Any] = dict(precision=None, return_preactivation=False, algorithm=None, implementation=None)
 # The name scopes of a layer's scales and biases, one a channel; and of a filter whose scales follow from another one's
@@ -321,11 +321,13 @@ class Evaluation:
         ]
         bias = functools.reduce(jnp.add, biases) if biases else None
         of_integers = bias is not None and dtype == "int8"
-        least = jnp.abs(bias) / np.float32(LARGEST_BIAS) if of_integers else None
+        least: Array | np.float32 = np.float32(LEAST)  # of a unit
+        if of_integers:
+            least = jnp.maximum(jnp.abs(bias) / np.float32(LARGEST_BIAS), least)
         filters, units = [], []
         wide = [self.filter_of(layer) for layer in parts]
         for (w, axis), step in zip(wide, steps, strict=True):
-            narrow, own = filter_scales(w, axis, dtype, None if least is None else least / step)
+            narrow, own = filter_scales(w, axis, dtype, least / step)
             filters.append(narrow)
             with jax.named_scope(FILTER_SCALE):
                 units.append(own * step)

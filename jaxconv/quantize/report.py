@@ -21,7 +21,8 @@ class QuantizedLayer:
     dtype: str  # of what it reads
     out_dtype: str  # of its result
     # Of its result on the first calibration batch, against the wide program's: all 8-bit layers before it count. In dB,
-    # 10 log10(sum of squares / sum of squared errors); infinite where nothing is off.
+    # 10 log10(sum of squares / sum of squared errors); infinite where nothing is off. Of a layer in a loop or a branch
+    # it is of the first result of that.
     signal_to_noise: float
     why: str
 
@@ -48,7 +49,7 @@ class Quantization(list[QuantizedLayer]):
     def __str__(self) -> str:
         rows = [("layer", "operation", "type", "signal/noise", "why")]
         for layer in self:
-            ratio = f"{layer.signal_to_noise:.1f} dB" if math.isfinite(layer.signal_to_noise) else "-"
+            ratio = "-" if math.isinf(layer.signal_to_noise) else f"{layer.signal_to_noise:.1f} dB"
             operation = f"{layer.what} {list(layer.filter)}"
             rows.append((layer.name, operation, f"{layer.dtype} -> {layer.out_dtype}", ratio, layer.why))
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]

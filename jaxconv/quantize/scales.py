@@ -31,6 +31,8 @@ BINS = 1 << 15
 FINITE = 0x7F80
 # The scales that are compared, as parts of the one that clips nothing: 16 an octave, of 8 octaves.
 CLIPPING = 2.0 ** -(np.arange(129) / 16)
+# Scales are above half of this: they, their inverses and their products with others are float32's, and no subnormals.
+LEAST = 2.0**-120
 # The same of a filter's channel, whose numbers are few and alike: 20/20, 19/20 to 11/20.
 CLIPPED = 20
 
@@ -166,17 +168,17 @@ def summed(q: Array, axes: Sequence[int]) -> Array:
 # Filters
 
 
-def filter_scales(w: Array, axis: int, dtype: str, least: Array | None = None) -> tuple[Array, Array]:
+def filter_scales(w: Array, axis: int, dtype: str, least: Array | np.float32) -> tuple[Array, Array]:
     """(w in 8 bits, a scale for each channel along `axis`, float32): each channel's of the least squared error.
 
-    A channel of zeros has the scale 1. `least`, one a channel: scales are above half of it.
+    `least`, one or one a channel: scales are above half of it. A channel of zeros has this scale, so that it decides
+    neither the scale of another filter whose sums are added, nor how finely a bias is rounded.
     """
     w = w.astype(jnp.float32)
     others = tuple(i for i in range(w.ndim) if i != axis)
     magnitude = jnp.max(jnp.abs(w), others, keepdims=True)
-    full = magnitude / LARGEST[dtype] + (magnitude == 0).astype(jnp.float32)  # no constant that a mesh would split
-    if least is not None:
-        full = jnp.maximum(full, jnp.expand_dims(least, others))
+    full = jnp.maximum(magnitude / LARGEST[dtype], jnp.expand_dims(least, others) if least.ndim else least)
+    full = jnp.maximum(full, np.float32(LEAST))
 
     def step(carry: tuple[Array, Array, Array], _: None) -> tuple[tuple[Array, Array, Array], None]:
         steps, best, least = carry
@@ -185,6 +187,8 @@ def filter_scales(w: Array, axis: int, dtype: str, least: Array | None = None) -
         return (steps - full / CLIPPED, jnp.where(better, steps, best), jnp.where(better, error, least)), None
 
     (_, steps, _), _ = lax.scan(step, (full, full, full * 0 + jnp.inf), None, length=CLIPPED // 2)
+    # Some maxima on CPUs pass over a NaN, and 8 bits do not show one.
+    steps = jnp.where(jnp.isfinite(w).all(others, keepdims=True), steps, jnp.nan)
     return _narrow_filter(w, steps, dtype), steps.reshape(-1)
 
 
