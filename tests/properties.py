@@ -50,6 +50,7 @@ ACTIVATIONS = (*SMOOTH, *KINKS)
 
 # The dtype in which differences are mistakes and not rounding
 WIDE = "float64" if PLATFORM == "cpu" else "float32"
+AS_WRITTEN = rewrite.as_written_on_cpu  # as it is; the suite replaces it
 
 
 def integers(seed: int, shape: Shape, dtype: str) -> np.ndarray:
@@ -1315,13 +1316,15 @@ RECOGNISED: dict[str, Any] = {
 class Layers:
     """`accelerate` of a random graph of layers is that function with its gradient, and computes no convolution twice.
 
-    A layer takes the value before it; "keep" makes a value one of the results, "add" and "concat" take one from before.
+    A layer takes the value before it; "keep" makes a value one of the results, "add" and "concat" take one from before;
+    "loop" and "told" cut the program in two. `written`: on a CPU, as it is accelerated there, not as on a GPU.
     """
 
     layers: tuple[tuple[Any, ...], ...]
     wrap: str
     first: bool
     seed: int
+    written: bool = False
 
     strategy: ClassVar[Any] = lambda: st.builds(
         Layers,
@@ -1338,13 +1341,15 @@ class Layers:
                 st.tuples(st.just("act"), st.sampled_from(tuple(RECOGNISED))),
                 st.tuples(st.sampled_from(("add", "concat", "mul")), st.integers(1, 4)),
                 st.sampled_from(("bias", "dense", "pool", "keep", "scale", "cut", "turn", "twice")).map(lambda k: (k,)),
+                st.sampled_from(("loop", "told")).map(lambda k: (k,)),
             ),
             min_size=1,
             max_size=7,
         ).map(tuple),
-        st.sampled_from(("none", "jit", "remat", "grad_inside")),
+        st.sampled_from(("none", "jit", "remat", "grad_inside", "closure")),
         st.booleans(),
         st.integers(0, 99),
+        st.booleans(),
     )
 
     def function(self) -> tuple[Any, list[np.ndarray]]:
@@ -1429,6 +1434,11 @@ class Layers:
                     h = -h[::-1]
                 elif kind == "twice":
                     h = jnp.sin(h) + h
+                elif kind == "loop":
+                    mean = lax.stop_gradient(jnp.abs(h).mean())
+                    h = h * (1 + lax.while_loop(lambda v: v > 1, lambda v: v / 2, mean))
+                elif kind == "told":
+                    jax.debug.callback(lambda v: None, h.mean())
                 values.append(h)
             return values[-1], kept
 
@@ -1447,10 +1457,13 @@ class Layers:
         return jnp.asarray(normal(self.seed, shape, WIDE), WIDE)
 
     def check(self) -> None:
-        with types_of(WIDE), full_precision():
+        as_there = AS_WRITTEN if self.written else lambda: False
+        with types_of(WIDE), full_precision(), mock.patch.object(rewrite, "as_written_on_cpu", as_there):
             f, params = self.function()
             x = self.image()
             fast = jaxconv.accelerate(f)
+            if self.wrap == "closure":  # of what the function around traces
+                fast = lambda params, x: jaxconv.accelerate(lambda params: f(params, x))(params)  # noqa: E731
             assert jax.eval_shape(fast, params, x) == jax.eval_shape(f, params, x)
 
             def both_ways(f: Any) -> Any:
