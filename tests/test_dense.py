@@ -261,3 +261,25 @@ def test_saving_the_preactivation_does_not_change_y():
     x, w = (jnp.asarray(normal(i, s), "float32") for i, s in enumerate(((33, 17), (17, 65))))
     f: Any = functools.partial(jaxconv.dense, activation="gelu", implementation="native")
     assert same_bits(jax.jit(f)(x, w), jax.jit(functools.partial(f, return_preactivation=True))(x, w)[0])
+
+
+@pytest.mark.parametrize("implementation", ["native", "xla"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_alpha_and_beta_are_not_rounded_to_16_bits(dtype, implementation):
+    """And a product that is too large for float16 is multiplied before it is rounded."""
+    x, w, c = (jnp.full(shape, 200, dtype) for shape in ((2, 3), (3, 4), (2, 4)))
+    how = dict(implementation=implementation)
+
+    def f(x: Any, w: Any, c: Any, alpha: float = 1e-3, beta: float = 1 / 3) -> Any:
+        return jaxconv.dense(x, w, c=c, alpha=alpha, beta=beta, **how).astype(jnp.float32)
+
+    one = 2.0 ** (-8 if dtype == "bfloat16" else -11)
+    close = functools.partial(np.testing.assert_allclose, rtol=2.1 * one)  # z is rounded, and y
+    close(f(x, w, c), np.full((2, 4), 120 + 200 / 3, np.float32))
+    close(jaxconv.dense(x, w, alpha=1e-3, **how).astype(jnp.float32), np.full((2, 4), 120, np.float32))
+    close(f(x, w, c * 0 + 2e-4, beta=1e5), np.full((2, 4), 140, np.float32), rtol=4 * one)
+    _, tangent = jax.jvp(functools.partial(f, x, w), (c,), (jnp.ones_like(c),))
+    close(tangent, np.full((2, 4), 1 / 3, np.float32))
+    dx, dw, dc = jax.grad(lambda *a: f(*a).sum(), (0, 1, 2))(x, w, c)
+    for got, expected in ((dx, 0.8), (dw, 0.4), (dc, 1 / 3)):
+        close(got.astype(jnp.float32), np.full(got.shape, expected, np.float32))

@@ -180,7 +180,7 @@ def cotangents(p: DenseProblem, x: Array, w: Array, dz: Array, want: Sequence[bo
         elif operand == "w":
             grads.append(_grad_w(p, dz, x))
         elif operand == "c":
-            grads.append(_sum_shared(p, "c", dz if p.beta == 1.0 else (p.beta * dz).astype(dz.dtype)))
+            grads.append(_sum_shared(p, "c", reference.scaled(p.beta, dz)))
         else:
             axes = {"scalar": (-2, -1), "row": (-1,), "column": (-2,)}[p.bias or "scalar"]
             db = jnp.sum(dz, axes)
@@ -197,8 +197,7 @@ def tangents(p: DenseProblem, x: Array, w: Array, given: Sequence[Array | None])
     if of.get("b") is not None:
         parts.append(jnp.broadcast_to(reference.spread_bias(p, of["b"]), p.y_shape))
     if of.get("c") is not None:
-        c = of["c"]
-        parts.append(jnp.broadcast_to(c if p.beta == 1.0 else (p.beta * c).astype(c.dtype), p.y_shape))
+        parts.append(jnp.broadcast_to(reference.scaled(p.beta, of["c"]), p.y_shape))
     return parts
 
 

@@ -396,11 +396,18 @@ def matmul(p: DenseProblem, x: jax.Array, w: jax.Array) -> list[jax.Array]:
     x_batched, w_batched = "x" in p.batched, "w" in p.batched
     contract = ((int(x_batched) + (0 if p.trans_x else 1),), (int(w_batched) + (1 if p.trans_w else 0),))
     batch = ((0,), (0,)) if x_batched and w_batched else ((), ())
-    z = dot_general(x, w, (contract, batch), precision=p.precision)
+    # What is multiplied by a number is rounded once, afterwards.
+    wide = None if p.alpha == 1.0 else promoted(x.dtype, jnp.float32)
+    z = dot_general(x, w, (contract, batch), precision=p.precision, preferred_element_type=wide)
     if p.batch is not None and not x_batched:
         # (m, batch, n) where only w has instances; (m, n) where neither has
         z = jnp.moveaxis(z, 1, 0) if w_batched else jnp.broadcast_to(z, p.y_shape)
-    return [z if p.alpha == 1.0 else (p.alpha * z).astype(z.dtype)]
+    return [z if p.alpha == 1.0 else (p.alpha * z).astype(x.dtype)]
+
+
+def scaled(number: float, a: jax.Array) -> jax.Array:
+    """number * a, of which the number is not rounded to 16 bits."""
+    return a if number == 1.0 else (number * a.astype(promoted(a.dtype, jnp.float32))).astype(a.dtype)
 
 
 def dense(p: DenseProblem, x: jax.Array, w: jax.Array, *rest: jax.Array) -> list[jax.Array]:
@@ -415,7 +422,9 @@ def dense_epilogue(p: DenseProblem, z: jax.Array, *rest: jax.Array) -> list[jax.
         z = z + spread_bias(p, operands.pop(0))
     if p.addend:
         c = operands.pop(0)
-        z = z + (c if p.beta == 1.0 else (p.beta * c).astype(c.dtype))
+        wide = z.dtype if p.beta == 1.0 else promoted(z.dtype, jnp.float32)
+        added = c if p.beta == 1.0 else p.beta * c.astype(wide)
+        z = (z.astype(wide) + added).astype(z.dtype)
     y = activate(p.activation, z)
     return [y, z] if p.save_preactivation else [y]
 
