@@ -694,3 +694,14 @@ def test_flaxs_negative_padding_crops(layers):
     x, padding = jnp.asarray(helpers.normal(0, (2, 6, 6, 4)), "float32"), ((0, 1), (-1, 0))
     np.testing.assert_array_equal(layers.max_pool(x, (2, 2), padding=padding), nn.max_pool(x, (2, 2), padding=padding))
     np.testing.assert_array_equal(layers.avg_pool(x, (2, 2), padding=padding), nn.avg_pool(x, (2, 2), padding=padding))
+
+
+@pytest.mark.parametrize(
+    ("window", "native"),
+    [((5, 1), False), ((1, 8), False), ((2, 2), True), ((3, 3), True), ((4, 1, 1), False), ((2, 1, 2), True)],
+)
+def test_a_cpu_takes_windows_of_two_axes(window, native):
+    shape = (2, *[16] * len(window), 32)
+    grad = jax.grad(lambda x: jnp.sum(jaxconv.max_pool(x, window)))
+    (call, *_) = jaxconv.explain(grad, platform="cpu")(jnp.ones(shape))
+    assert (call.plan.implementation == "native") == native

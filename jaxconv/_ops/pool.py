@@ -186,7 +186,8 @@ def max_pool(
       algorithm: forces a native algorithm: "gather".
       implementation: see `conv2d`. By default kernels run where a gradient is taken, and remember the place of each
         maximum in a byte: on an H200, an H100 and their sisters if channels are whole vectors of 16 bytes, and on a CPU
-        for 16 channels and more and windows of at least 4 elements. Elsewhere XLA's reduce_window runs.
+        for 16 channels and more and windows of at least 4 elements along two axes or more. Elsewhere XLA's
+        reduce_window runs.
 
     Returns:
       (N, P, Q, C) in x's dtype and layout.
