@@ -171,12 +171,14 @@ class Tune:
           are kept for the next call, and choices that f has not confirmed do not hold.
 
         Raises:
-          TypeError: if f is no function, or compiled already.
+          TypeError: if f is no function, or compiled already, or a switch is neither True nor False.
           ValueError: if seconds is not positive, or the default device has no native code; and any error of f itself.
         """
         _problem.check_function("tune", f)
         if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds > 0:
             raise ValueError(f"tune: seconds={seconds!r}, expected a positive number")
+        for name, value in (("verify", verify), ("again", again), ("save", save), ("progress", progress)):
+            _problem.flag("tune", name, value)
 
         @functools.wraps(f, updated=())
         def tuning(*args: Any, **kwargs: Any) -> Tuning:

@@ -880,3 +880,40 @@ def test_forced_algorithms_that_cannot_run_are_refused_with_the_reason(device):
     if device == "cpu":
         with pytest.raises(ValueError, match=r"conv2d: algorithm='implicit_gemm' cannot run conv_fprop of .*: .*"):
             jax.jit(lambda x, w: jaxconv.conv2d(x, w, algorithm="implicit_gemm")).lower(x, w)
+
+
+X, W = jnp.ones((1, 8, 8, 4)), jnp.ones((3, 3, 4, 4))
+SWITCHES = {
+    "conv2d: return_preactivation": lambda v: jaxconv.conv2d(X, W, return_preactivation=v),
+    "dense: return_preactivation": lambda v: jaxconv.dense(X, W[0, 0], return_preactivation=v),
+    "conv_transpose2d: return_preactivation": lambda v: jaxconv.conv_transpose2d(X, W, return_preactivation=v),
+    "conv_transpose2d: transpose_kernel": lambda v: jaxconv.conv_transpose2d(X, W, transpose_kernel=v),
+    "avg_pool: count_include_pad": lambda v: jaxconv.avg_pool(X, 2, count_include_pad=v),
+    "enable: auto_meshes": lambda v: jaxconv.enable(auto_meshes=v),
+    "tune: verify": lambda v: jaxconv.tune(jnp.sin, verify=v),
+    "tune: save": lambda v: jaxconv.tune(jnp.sin, save=v),
+}
+
+
+@pytest.mark.parametrize("value", ["no", 1, None, jnp.ones(3)])
+@pytest.mark.parametrize("name", SWITCHES)
+def test_switches_are_true_or_false(name, value):
+    with pytest.raises(TypeError, match=f"{name} must be True or False, got"):
+        SWITCHES[name](value)
+
+
+def test_numbers_of_numpy_are_slopes():
+    expected = jaxconv.conv2d(X, W, activation=("leaky_relu", 0.25))
+    for slope in (np.float32(0.25), np.float64(0.25), np.float16(0.25)):
+        np.testing.assert_array_equal(jaxconv.conv2d(X, W, activation=("leaky_relu", slope)), expected)
+        of_jax = functools.partial(jax.nn.leaky_relu, negative_slope=slope)
+        np.testing.assert_array_equal(jaxconv.conv2d(X, W, activation=of_jax), expected)
+    for slope in (True, np.nan, "0.25"):
+        with pytest.raises(TypeError, match="with a finite number"):
+            jaxconv.conv2d(X, W, activation=("leaky_relu", slope))
+
+
+def test_misspelt_arguments_of_lax_are_refused():
+    for value in (None, 1):
+        with pytest.raises(TypeError, match="unexpected keyword argument 'feature_group_counts'"):
+            jaxconv.conv_general_dilated(X, W, (1, 1), "SAME", feature_group_counts=value)

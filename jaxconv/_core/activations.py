@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 # What the backward pass keeps of the forward pass: nothing, the output y, or the pre-activation z.
@@ -104,7 +105,8 @@ def _of_function(function: Callable[..., Any]) -> Activation | None:
 
 
 def _finite(value: Any) -> bool:
-    return isinstance(value, (int, float)) and math.isfinite(value)
+    number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
+    return number and math.isfinite(value)
 
 
 def parse(where: str, activation: Any) -> Activation:

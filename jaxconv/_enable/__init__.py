@@ -94,7 +94,7 @@ def enable(*, implementation: str | None = None, auto_meshes: bool = False, tune
 
     Raises:
       ValueError: if implementation is unknown.
-      TypeError: if tune is neither True nor False.
+      TypeError: if auto_meshes or tune is neither True nor False.
       NotImplementedError: if the installed JAX is one that jaxconv does not know.
     """
     global _process
@@ -189,7 +189,7 @@ def report(*, clear: bool = False) -> Convolutions:
 
 def _state(implementation: Any, auto_meshes: Any) -> State:
     _problem.check_choice("enable", implementation, None, ())
-    return State(implementation, bool(auto_meshes))
+    return State(implementation, _problem.flag("enable", "auto_meshes", auto_meshes))
 
 
 def _install(state: State, counts: bool = True) -> None:

@@ -842,7 +842,7 @@ def conv2d(
     the neighbouring groups within the same 8 channels. In float16, where overflow is common, a forward pass runs on
     these two only with implementation="native", by name, or after tuning. Gradients and bfloat16 run on them by
     default. The kernels for few input or output channels ("stem") do so up to 3 columns away, in every type.
-    implementation="xla" never does this.
+    implementation="xla" does what lax does: on a CPU depthwise convolutions of float64 spread it to all channels.
 
     Differentiable in x, w, b and residual to any order, in forward and reverse mode. Letters are named as in CUTLASS
     (github.com/NVIDIA/cutlass, "implicit GEMM convolution"): images N H W C, filters K R S, outputs N P Q K.

@@ -118,8 +118,11 @@ def conv_batchnorm(
 
     In inference the normalisation is folded into the filters and the convolution's bias, and z is never written. For
     16-bit x the folded filters and bias are rounded to 16 bits. The error is like that of rounding z, which the two
-    calls do. Each call folds anew, so if z has fewer than twice the filter's numbers, the function is the two calls
-    above, unless an implementation or algorithm is asked for. `freeze` folds once, whatever the sizes.
+    calls do. But float16 has few digits below 6e-5, and nothing above 65504: if scale / sqrt(running_var + epsilon) is
+    below 0.01 or so, or running_mean times this is not below 65504, the two calls are better.
+
+    Each call folds anew, so if z has fewer than twice the filter's numbers, the function is the two calls above, unless
+    an implementation or algorithm is asked for. `freeze` folds once, whatever the sizes.
 
     Args:
       x, w, stride, padding, dilation, groups, precision: see `conv2d`.

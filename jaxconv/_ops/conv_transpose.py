@@ -7,6 +7,7 @@ filter taps reversed, input and output channels of the filter swapped.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Sequence
 from typing import Any, Literal, Unpack, overload
 
@@ -299,6 +300,9 @@ def conv_transpose3d(
 # lax's signature
 
 
+LAX_ARGUMENTS = frozenset(inspect.signature(lax_conv_general_dilated).parameters)
+
+
 def _as_lax_takes(padding: Any, precision: Any) -> bool:
     """Whether these are of a form that lax takes: `conv2d` takes more."""
     if isinstance(padding, str):
@@ -359,6 +363,9 @@ def conv_general_dilated(
     Raises:
       What lax raises.
     """
+
+    for name in lax_only.keys() - LAX_ARGUMENTS:
+        raise TypeError(f"conv_general_dilated() got an unexpected keyword argument {name!r}")
 
     def by_lax(lhs: Any = lhs, rhs: Any = rhs) -> Array:
         return lax_conv_general_dilated(

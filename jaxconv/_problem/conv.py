@@ -25,6 +25,7 @@ from jaxconv._problem.parse import (
     check_pads,
     check_span,
     epilogue,
+    flag,
     implementation_for,
     integer,
     integers,
@@ -341,7 +342,7 @@ class ConvProblem:
             precision=precision,
             bias=b is not None,
             activation=activations.parse(name, activation),
-            save_preactivation=bool(return_preactivation),
+            save_preactivation=flag(name, "return_preactivation", return_preactivation),
             implementation=implementation,
             algorithm=algorithm,
         ).within_limits()
@@ -392,6 +393,7 @@ class ConvProblem:
         seen = shapes(x=x, w=w, b=b)
         c = x.shape[-1 if channels_last else 1]
         in_axis, out_axis = (nd, nd + 1) if channels_last else (1, 0)
+        transpose_kernel = flag(name, "transpose_kernel", transpose_kernel)
         # With transpose_kernel the filter is the forward convolution's: its input channels are this one's output.
         if transpose_kernel:
             k, expected = w.shape[in_axis] * groups, w.shape[out_axis]
@@ -430,7 +432,7 @@ class ConvProblem:
             precision=precision,
             bias=b is not None,
             activation=activations.parse(name, activation),
-            save_preactivation=bool(return_preactivation),
+            save_preactivation=flag(name, "return_preactivation", return_preactivation),
             implementation=implementation,
             algorithm=algorithm,
         ).within_limits()

@@ -15,6 +15,7 @@ from jaxconv._problem.parse import (
     Precision,
     check_choice,
     epilogue,
+    flag,
     implementation_for,
     number,
     parse_precision,
@@ -161,7 +162,7 @@ class DenseProblem:
             bias=bias,
             addend=c is not None,
             activation=activations.parse(name, activation),
-            save_preactivation=bool(return_preactivation),
+            save_preactivation=flag(name, "return_preactivation", return_preactivation),
             implementation=implementation,
             algorithm=algorithm,
         )

@@ -107,7 +107,8 @@ def explain(f: Callable[P, Any], *, platform: str | None = None) -> OfArguments[
 
     For functions inside f that `jaxconv.accelerate` made, it also lists which layers were replaced, and why the others
     were left. For each of lax's own convolutions it tells whether it is an fprop, a dgrad or a wgrad, and what
-    `jaxconv.enable` does with it, or would do if it were on.
+    `jaxconv.enable` does with it, or would do if it were on. A pooling that only lax can run (windows of more than 255
+    elements, empty arrays) is lax's operation, and is not listed.
 
     f is traced, and nothing is run or compiled. (`launches` compiles f, and counts what it launches.) Gradients are
     explained too::
