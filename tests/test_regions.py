@@ -380,3 +380,25 @@ def test_what_names_devices_is_in_no_region(way, place, in_loop):
     expected, found = jax.jit(plain)(w, x), jax.jit(ours)(w, x) if way != "freeze" else ours(w, x)
     assert found.sharding.device_set == expected.sharding.device_set
     close(found, expected)
+
+
+@jax.custom_jvp
+def whole(x):
+    return jnp.round(x).astype(jnp.int8)
+
+
+@whole.defjvp
+def _no_derivative(primals, tangents):
+    raise TypeError("whole has no derivative")
+
+
+def test_a_tangent_reaches_who_makes_integers_by_a_rule_of_its_own():
+    """However deep their reader is; not who converts to integers, whose derivative is 0."""
+    shift = jax.jit(lambda q: (q + 1).astype(jnp.float32))
+
+    def f(x, y, z):
+        return shift(whole(x)) + shift(y.astype(jnp.int8)) + jax.jit(whole)(z).astype(jnp.float32)
+
+    assert joint.reaching(jax.make_jaxpr(f)(1.0, 2.0, 3.0)) == [True, False, True]
+    with pytest.raises(TypeError, match="whole has no derivative"):
+        jax.grad(jaxconv.accelerate(lambda x: shift(whole(x * 2)) + x))(1.5)

@@ -43,7 +43,7 @@ class MaxPool(Planner):
         if math.prod(p.window) < 4:
             return None, "a window of two or three elements is as fast in XLA"
         if sum(taps > 1 for taps in p.window) < 2:
-            return None, "along one axis XLA is 1.1 to 1.9 times faster, but in arrays of megabytes"
+            return None, "along one axis XLA is 1.1 to 1.7 times faster, but in arrays of megabytes"
         times = "3 to 3.8 times slower with 64 channels, 1.3 to 1.6 times with 16 and 32 (EPYC)"
         return "gather", f"forward and backward, XLA was {times}"
 

@@ -175,7 +175,8 @@ def tangents_of(closed: ClosedJaxpr, varied: Sequence[bool]) -> list[bool]:
 def reaching(closed: ClosedJaxpr) -> list[bool]:
     """Of each argument, whether a tangent of it may reach a result. JAX drops the others, and what made them may have
     no derivative."""
-    return _reaching(closed.jaxpr, [True] * len(closed.jaxpr.outvars))
+    found = _reaching(closed.jaxpr, [True] * len(closed.jaxpr.outvars))
+    return [reaches and is_inexact(v.aval) for reaches, v in zip(found, closed.jaxpr.invars, strict=True)]
 
 
 def _reaching(jaxpr: Jaxpr, wanted: Sequence[bool]) -> list[bool]:
@@ -197,7 +198,7 @@ def _reaching(jaxpr: Jaxpr, wanted: Sequence[bool]) -> list[bool]:
             continue
         moves = has_rule or (name not in _FLAT and any(is_inexact(v.aval) for v in variables(eqn.outvars, outs)))
         needed.update(variables(eqn.invars, [moves or not is_inexact(v.aval) for v in eqn.invars]))
-    return [v in needed and is_inexact(v.aval) for v in jaxpr.invars]
+    return [v in needed for v in jaxpr.invars]
 
 
 def _roles_of(closed: ClosedJaxpr, varied: Sequence[bool]) -> list[int]:

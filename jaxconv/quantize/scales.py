@@ -115,7 +115,7 @@ class Histogram:
         """The one of the least mean squared error."""
         magnitude = max(abs(self.least), abs(self.largest))
         steps = magnitude / LARGEST[dtype] * CLIPPING
-        steps = steps[(steps > 2.0**-120) & (steps < 2.0**120)]  # both it and its inverse are numbers of float32
+        steps = steps[(steps > LEAST) & (steps < 1 / LEAST)]  # both it and its inverse are numbers of float32
         if not len(steps):
             return Scale(dtype, 1.0)
         errors = squared_errors(self.counts, steps, dtype)
